@@ -1,7 +1,8 @@
 """Worker processes under limits, for code that may hang, crash or exhaust memory.
 
-A worker that exceeds a limit is killed, with every process it started, and replaced; no request can
-hang or crash the process that owns the pool. Workers end with their parent.
+A worker that exceeds a limit is killed, with every process it started, and replaced, as is one
+whose earlier requests left little memory to the next; no request can hang or crash the process that
+owns the pool. Workers end with their parent.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -36,6 +38,15 @@ class Outcome(NamedTuple):
     ``died``: two workers exited during this request, or sent something else than its reply."""
     value: Any = None
     """The handler's result, a JSON value, or its error in one line."""
+
+
+class _Running(NamedTuple):
+    """What is known of a worker."""
+
+    mark: str
+    """Its value of ``_MARK``: the pool's prefix, then the worker's number."""
+    max_bytes: int = 0
+    """Address space beyond which it is replaced: half of what its first request left is taken."""
 
 
 class WorkerPool:
@@ -73,8 +84,7 @@ class WorkerPool:
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
         for _ in range(workers):
             self._idle.put_nowait(None)
-        self._running: dict[Process, str] = {}
-        """Each worker's value of ``_MARK``: the pool's prefix, then the worker's number."""
+        self._running: dict[Process, _Running] = {}
         self._mark = f"{secrets.token_hex(8)}."
         self._numbers = itertools.count(1)
         """Numbers of workers and requests."""
@@ -135,11 +145,11 @@ class WorkerPool:
             reply = await self._reply(worker, request)
             self._refuse_if_closed()
             outcome = Outcome(*reply.popitem())
-            is_kept = outcome.kind in ("result", "error")
+            is_kept = outcome.kind in ("result", "error") and self._has_room(worker)
             return outcome
         finally:
             self._idle.put_nowait(worker if is_kept else None)
-            if not is_kept:  # its reply was not read
+            if not is_kept:
                 await self._end(worker)
 
     async def _reply(self, worker: Process, request: Any) -> dict[str, Any]:
@@ -180,7 +190,7 @@ class WorkerPool:
             env={**os.environ, _MARK: mark},
             start_new_session=True,  # so that child processes are killed with it
         )
-        self._running[worker] = mark
+        self._running[worker] = _Running(mark)
         message, how = None, f"was not ready within {_START_TIMEOUT_S:g} s"
         try:
             with contextlib.suppress(TimeoutError):
@@ -203,6 +213,15 @@ class WorkerPool:
         self._facts = message["ready"]
         return worker
 
+    def _has_room(self, worker: Process) -> bool:
+        """Whether the replies so far, after the first, have left enough memory to the next one."""
+        mark, max_bytes = self._running[worker]
+        size = _size(worker.pid)
+        if not max_bytes:
+            max_bytes = (size + self._memory_limit_bytes) // 2
+            self._running[worker] = _Running(mark, max_bytes)
+        return size < max_bytes
+
     async def _end(self, worker: Process) -> None:
         # Not worker.kill(), which polls and would take the exit status from asyncio's waiter.
         # The group outlives the worker, so its id is not reused.
@@ -210,8 +229,8 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
         await worker.wait()
-        if (mark := self._running.pop(worker, None)) is not None:
-            await asyncio.to_thread(kill_marked, _MARK, mark)
+        if (running := self._running.pop(worker, None)) is not None:
+            await asyncio.to_thread(kill_marked, _MARK, running.mark)
 
 
 def _starved_s(pid: int) -> float:
@@ -220,6 +239,14 @@ def _starved_s(pid: int) -> float:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
         return 0.0
+
+
+def _size(pid: int) -> int:
+    """Return the bytes of a process's address space; 0 if it has exited."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 async def _ask(worker: Process, request: Any) -> dict[str, Any] | None:

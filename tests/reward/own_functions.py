@@ -109,6 +109,15 @@ def eat_memory():
     return len(bytearray(8 << 30))
 
 
+_KEPT = []
+
+
+def keep_memory():
+    """Keeps 100 MiB more after each response."""
+    _KEPT.append(bytearray(100 << 20))
+    return 1.0
+
+
 def end_the_process():
     os._exit(0)
 

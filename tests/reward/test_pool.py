@@ -215,6 +215,19 @@ def test_a_module_that_needs_more_memory_than_it_may_have_names_the_key():
     assert "raise reward.memory_limit_mb" in message
 
 
+def test_memory_that_earlier_answers_took_costs_none_its_reward():
+    async def grade():
+        functions = (f"{OWN}:keep_memory",)
+        async with RewardPool(1, 10, functions, memory_limit_mb=1000) as pool:
+            scores = [await pool.score("", "")]
+            first = children()
+            scores += [await pool.score("", "") for _ in range(19)]
+            assert children() != first
+        return scores
+
+    assert asyncio.run(grade()) == [Score(1.0)] * 20
+
+
 def test_a_function_may_replace_what_the_json_module_has():
     scores = score_in_turn("abc", "abc", function=f"{OWN}:replaces_json")
     assert [score.reward for score in scores] == [3.0, 3.0]
