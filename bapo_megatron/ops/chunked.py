@@ -154,104 +154,41 @@ class TopTokens:
         )
 
 
-def chunked_logprobs(
-    hidden_MH: Tensor,
-    head: OutputHead,
-    target_T: Tensor,
-    *,
-    rows_T: Tensor,
-    vocab_size: int,
-    temperature: float,
-    chunk_tokens: int,
-) -> TokenLogprobs:
-    """Compute log-prob and entropy of the targets, without gradient.
-
-    A collective: every rank of the head's group calls it with the same tokens, even if none. One
-    all-gather of [T, 4], and under sequence parallelism one of the hidden states.
-
-    Args:
-        hidden_MH: [M, H] input of the head; float32, bfloat16 or float16.
-        head: The head, of the same dtype.
-        target_T: [T] int64 global vocabulary ids.
-        rows_T: [T] int64, the row of [N, H] that predicts each target.
-        vocab_size: True vocabulary size, without padding rows.
-        temperature: Logits are divided by it, > 0.
-        chunk_tokens: Maximum number of tokens whose logits are held at a time.
-
-    Returns:
-        Log-probs and entropies, equal on all ranks of the group.
-    """
-    columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
-    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens)
-    with torch.no_grad():
-        hidden_NH = head.gather_rows(hidden_MH)
-        partials_T4 = torch.empty(len(target_T), 4, device=hidden_MH.device)
-        buffer_CV = chunks.new_buffer()
-        for chunk in chunks.slices():
-            logits_CV = chunks.logits(hidden_NH.index_select(0, rows_T[chunk]), buffer_CV)
-            partials_T4[chunk] = chunks.partials(logits_CV, chunk)
-        logprob_T, entropy_T, _, _ = chunks.combine(partials_T4)
-    return TokenLogprobs(logprob_T, entropy_T)
-
-
-def chunked_loss(
-    hidden_MH: Tensor,
-    head: OutputHead,
-    target_T: Tensor,
-    *,
-    rows_T: Tensor,
-    vocab_size: int,
-    temperature: float,
-    token_loss: TokenLoss,
-    chunk_tokens: int,
-    teacher: Teacher | None = None,
-) -> tuple[Tensor, TokenLogprobs]:
-    """Compute a loss over tokens together with its gradients.
-
-    A collective: every rank of the head's group calls it with the same tokens, even if none. One
-    all-gather of [C, 4] per chunk, and one reduction of the hidden states' gradient.
-
-    The backward pass must run once, with the gradient 1 (checked on the device without waiting).
-    The weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that
-    skips the backward pass must clear it.
-
-    ``token_loss`` is the loss of a chunk's tokens, and with a ``teacher`` is also given their
-    divergence from it, [C]. The other arguments are those of ``chunked_logprobs``.
-
-    Returns:
-        The loss (scalar float32); ℓ and H of all tokens, without gradient.
-
-    Raises:
-        RuntimeError: The teacher's logits and the student's differ in dtype.
-    """
-    # Gradients would be added to the weights even under no_grad.
-    assert torch.is_grad_enabled(), "call chunked_logprobs"
-    columns = columns_of_rank(len(head.weight), vocab_size, temperature, head.tensor_group)
-    chunks = _Chunks(head, target_T, rows_T, columns, chunk_tokens, teacher)
-    loss, logprob_T, entropy_T = _ChunkedLoss.apply(hidden_MH, head.weight, chunks, token_loss)
-    return loss, TokenLogprobs(logprob_T, entropy_T)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Chunks:
-    """The tokens, and how a chunk's logits are computed and reduced."""
+class Chunks:
+    """Response tokens whose logits are computed and reduced chunk by chunk."""
 
     head: OutputHead
     target_T: Tensor
+    """[T] int64 global vocabulary ids."""
     rows_T: Tensor
-    columns: Columns
-    size: int
+    """[T] int64, the row of [N, H] that predicts each target."""
+    vocab_size: int
+    """True vocabulary size, without padding rows."""
+    temperature: float
+    """Logits are divided by it, > 0."""
+    chunk_tokens: int
+    """Maximum number of tokens whose logits are held at a time."""
     teacher: Teacher | None = None
 
+    @property
+    def columns(self) -> Columns:
+        """The rows of the head that this rank has."""
+        head = self.head
+        return columns_of_rank(
+            len(head.weight), self.vocab_size, self.temperature, head.tensor_group
+        )
+
     def slices(self) -> list[slice]:
+        """Return the tokens of each chunk."""
         num_tokens = len(self.target_T)
-        begins = range(0, num_tokens, self.size)
-        return [slice(begin, min(begin + self.size, num_tokens)) for begin in begins]
+        begins = range(0, num_tokens, self.chunk_tokens)
+        return [slice(begin, min(begin + self.chunk_tokens, num_tokens)) for begin in begins]
 
     def new_buffer(self) -> Tensor:
         """Allocate a buffer for the logits of every chunk; a teacher needs one of its own."""
         weight_VH = self.head.weight
-        return weight_VH.new_empty(min(self.size, len(self.target_T)), len(weight_VH))
+        return weight_VH.new_empty(min(self.chunk_tokens, len(self.target_T)), len(weight_VH))
 
     def logits(self, hidden_CH: Tensor, buffer_CV: Tensor) -> Tensor:
         """Return the logits of a chunk, in the model's dtype, in the buffer."""
@@ -269,7 +206,7 @@ class _Chunks:
         """Exchange partials between the ranks; returns log-prob, entropy, M and log S [C]."""
         partials_PC4 = gather_partials(partials_C4, self.head.tensor_group)
         results_C: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.bapo.logprob_combine(
-            partials_PC4, self.columns.temperature
+            partials_PC4, self.temperature
         )
         return results_C
 
@@ -322,12 +259,63 @@ class _Chunks:
         return gradient.loss, logprob_C, entropy_C
 
 
+def chunked_logprobs(hidden_MH: Tensor, chunks: Chunks) -> TokenLogprobs:
+    """Compute log-prob and entropy of the targets, without gradient.
+
+    A collective: every rank of the head's group calls it with the same tokens, even if none. One
+    all-gather of [T, 4], and under sequence parallelism one of the hidden states.
+
+    ``hidden_MH`` is the input of the head, [M, H] of its dtype: float32, bfloat16 or float16.
+
+    Returns:
+        Log-probs and entropies, equal on all ranks of the group.
+    """
+    with torch.no_grad():
+        hidden_NH = chunks.head.gather_rows(hidden_MH)
+        partials_T4 = torch.empty(len(chunks.target_T), 4, device=hidden_MH.device)
+        buffer_CV = chunks.new_buffer()
+        for chunk in chunks.slices():
+            logits_CV = chunks.logits(hidden_NH.index_select(0, chunks.rows_T[chunk]), buffer_CV)
+            partials_T4[chunk] = chunks.partials(logits_CV, chunk)
+        logprob_T, entropy_T, _, _ = chunks.combine(partials_T4)
+    return TokenLogprobs(logprob_T, entropy_T)
+
+
+def chunked_loss(
+    hidden_MH: Tensor, chunks: Chunks, token_loss: TokenLoss
+) -> tuple[Tensor, TokenLogprobs]:
+    """Compute a loss over tokens together with its gradients.
+
+    A collective: every rank of the head's group calls it with the same tokens, even if none. One
+    all-gather of [C, 4] per chunk, and one reduction of the hidden states' gradient.
+
+    The backward pass must run once, with the gradient 1 (checked on the device without waiting).
+    The weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that
+    skips the backward pass must clear it.
+
+    ``token_loss`` is the loss of a chunk's tokens, and with a teacher is also given their
+    divergence from it, [C]; ``hidden_MH`` is as in ``chunked_logprobs``.
+
+    Returns:
+        The loss (scalar float32); ℓ and H of all tokens, without gradient.
+
+    Raises:
+        RuntimeError: The teacher's logits and the student's differ in dtype.
+    """
+    # Gradients would be added to the weights even under no_grad.
+    assert torch.is_grad_enabled(), "call chunked_logprobs"
+    loss, logprob_T, entropy_T = _ChunkedLoss.apply(
+        hidden_MH, chunks.head.weight, chunks, token_loss
+    )
+    return loss, TokenLogprobs(logprob_T, entropy_T)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradients in the forward pass and saves nothing but them."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, chunks: _Chunks, token_loss: TokenLoss
+        ctx: Any, hidden_MH: Tensor, weight_VH: Tensor, chunks: Chunks, token_loss: TokenLoss
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         assert needs_hidden or needs_weight, "call chunked_logprobs"

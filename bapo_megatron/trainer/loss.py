@@ -39,7 +39,14 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
     scored,
 )
-from bapo_megatron.ops.chunked import Direction, OutputHead, Teacher, TeacherRows, TopTokens
+from bapo_megatron.ops.chunked import (
+    Direction,
+    OutputHead,
+    Teacher,
+    TeacherRows,
+    TopTokens,
+    chunked_loss,
+)
 from bapo_megatron.ops.logprob import (
     LossGradient,
     TokenLogprobs,
@@ -193,8 +200,8 @@ class LossStage:
             loss = apply_token_loss(*policy, token_loss)
             policy = _detached(policy)
         else:
-            teacher = self._teacher(safe.micro_batch)
-            loss, policy = reader.chunked(output, micro_batch, token_loss, teacher)
+            chunks = reader.chunks(micro_batch, self._teacher(safe.micro_batch))
+            loss, policy = chunked_loss(output, chunks, token_loss)
         sums, maxima = self.numbers.zeros(self._device)
         batches: list[TokenBatch] = []
         if len(policy.logprob_T):

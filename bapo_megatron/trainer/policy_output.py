@@ -6,15 +6,14 @@ Shape legend: N = packed tokens, V = local vocabulary columns, H = hidden size, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bapo_megatron.config.schema import OpsConfig
-from bapo_megatron.ops.chunked import OutputHead, Teacher, chunked_logprobs, chunked_loss
+from bapo_megatron.ops.chunked import Chunks, OutputHead, Teacher, chunked_logprobs
 from bapo_megatron.ops.extension import check_kernels
-from bapo_megatron.ops.logprob import TokenLogprobs, TokenLoss, vocab_parallel_logprobs
+from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
 from bapo_megatron.policy.model import Model
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.types import MicroBatch
@@ -52,9 +51,7 @@ class PolicyOutput:
         if self.head is None:
             with torch.no_grad():
                 return self.differentiable(output, micro_batch)
-        return chunked_logprobs(
-            output, self.head, micro_batch.target_T, **self._chunks(micro_batch)
-        )
+        return chunked_logprobs(output, self.chunks(micro_batch))
 
     def differentiable(self, logits_NV: Tensor, micro_batch: MicroBatch) -> TokenLogprobs:
         """Return ℓ and H [T] with a graph; their backward pass overwrites the logits."""
@@ -68,28 +65,15 @@ class PolicyOutput:
             overwrite_logits=True,
         )
 
-    def chunked(
-        self,
-        hidden_NH: Tensor,
-        micro_batch: MicroBatch,
-        token_loss: TokenLoss,
-        teacher: Teacher | None,
-    ) -> tuple[Tensor, TokenLogprobs]:
-        """Return the loss with a graph, and ℓ and H [T], from hidden states."""
+    def chunks(self, micro_batch: MicroBatch, teacher: Teacher | None = None) -> Chunks:
+        """Return the response tokens, for hidden states as output."""
         assert self.head is not None
-        return chunked_loss(
-            hidden_NH,
+        return Chunks(
             self.head,
             micro_batch.target_T,
-            token_loss=token_loss,
-            teacher=teacher,
-            **self._chunks(micro_batch),
+            micro_batch.rows_T,
+            self.vocab_size,
+            self.temperature,
+            self.ops.logits_chunk_tokens,
+            teacher,
         )
-
-    def _chunks(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        return {
-            "rows_T": micro_batch.rows_T,
-            "vocab_size": self.vocab_size,
-            "temperature": self.temperature,
-            "chunk_tokens": self.ops.logits_chunk_tokens,
-        }

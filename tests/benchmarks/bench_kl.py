@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bapo_megatron.ops.chunked import Direction, OutputHead, TeacherRows, chunked_loss
+from bapo_megatron.ops.chunked import Chunks, Direction, OutputHead, TeacherRows, chunked_loss
 from bapo_megatron.ops.logprob import LossGradient
 from tests.benchmarks.harness import (
     Contender,
@@ -149,17 +149,9 @@ def from_hidden_states(problem: Problem, direction: Direction) -> list[Contender
 
     def chunked(chunk_tokens: int) -> Callable[[], object]:
         def run() -> object:
-            loss, _ = chunked_loss(
-                problem.hidden_TH,
-                head,
-                problem.target_T,
-                rows_T=rows_T,
-                vocab_size=len(problem.weight_VH),
-                temperature=1.0,
-                token_loss=problem.token_loss,
-                chunk_tokens=chunk_tokens,
-                teacher=teacher,
-            )
+            vocab_size = len(problem.weight_VH)
+            chunks = Chunks(head, problem.target_T, rows_T, vocab_size, 1.0, chunk_tokens, teacher)
+            loss, _ = chunked_loss(problem.hidden_TH, chunks, problem.token_loss)
             return torch.autograd.grad(loss, problem.hidden_TH)
 
         return run

@@ -16,7 +16,7 @@ from torch import Tensor
 from bapo_megatron.algorithm.loss import differentiate
 from bapo_megatron.algorithm.objectives.clip import FixedClip
 from bapo_megatron.ops import chunked
-from bapo_megatron.ops.chunked import OutputHead, TeacherRows
+from bapo_megatron.ops.chunked import Chunks, OutputHead, TeacherRows
 from bapo_megatron.ops.logprob import (
     LossGradient,
     TokenLogprobs,
@@ -215,29 +215,24 @@ def chunked_loss(
     entropy_coefficient: float = 0.0,
     **changes: Any,
 ) -> tuple[Tensor, TokenLogprobs]:
+    token_loss = changes.pop("token_loss", ClippedLoss(tokens, entropy_coefficient))
+    return chunked.chunked_loss(hidden_MH, chunks_of(head, tokens, **changes), token_loss)
+
+
+def chunks_of(head: OutputHead, tokens: Tokens, **changes: Any) -> Chunks:
     settings: dict[str, Any] = {
-        "rows_T": tokens.rows_T,
         "vocab_size": VOCAB_SIZE,
         "temperature": TEMPERATURE,
-        "token_loss": ClippedLoss(tokens, entropy_coefficient),
         "chunk_tokens": 16,
     }
-    return chunked.chunked_loss(hidden_MH, head, tokens.target_T, **{**settings, **changes})
+    return Chunks(head, tokens.target_T, tokens.rows_T, **{**settings, **changes})
 
 
 def collect(
     hidden_MH: Tensor, head: OutputHead, tokens: Tokens, chunk_tokens: int
 ) -> TokenLogprobs:
     """Log-probs and entropies without gradient, with this module's settings."""
-    return chunked.chunked_logprobs(
-        hidden_MH,
-        head,
-        tokens.target_T,
-        rows_T=tokens.rows_T,
-        vocab_size=VOCAB_SIZE,
-        temperature=TEMPERATURE,
-        chunk_tokens=chunk_tokens,
-    )
+    return chunked.chunked_logprobs(hidden_MH, chunks_of(head, tokens, chunk_tokens=chunk_tokens))
 
 
 def run_chunked(problem: Problem, **changes: Any) -> Outcome:

@@ -13,6 +13,7 @@ from tests.ops.chunked_problem import (
     DistilledLoss,
     Problem,
     chunked_loss,
+    chunks_of,
     make_problem,
     with_main_grad,
 )
@@ -94,15 +95,9 @@ def test_the_collection_pass_holds_the_logits_of_one_chunk() -> None:
     problem, _ = _large_problem(torch.bfloat16)
 
     def run() -> None:
-        chunked_logprobs(
-            problem.hidden_NH,
-            OutputHead(problem.weight_VH),
-            problem.tokens.target_T,
-            rows_T=problem.tokens.rows_T,
-            vocab_size=NUM_COLUMNS,
-            temperature=1.0,
-            chunk_tokens=128,
-        )
+        head = OutputHead(problem.weight_VH)
+        sizes = {"vocab_size": NUM_COLUMNS, "chunk_tokens": 128}
+        chunked_logprobs(problem.hidden_NH, chunks_of(head, problem.tokens, **sizes))
 
     chunk_logits = 128 * NUM_COLUMNS * 2
     peak = _peak_bytes(run) - _scratch_bytes(problem, 128)
