@@ -16,34 +16,26 @@ DECAY = 0.75
 (docs/benchmarks/speculation_cpu_202611.md)."""
 
 
-class Predictor:
-    """Predicts the decisions of a run's updates, in order.
+def predict(objective: Objective, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
+    """Predict an update's decision from the statistics of its tokens at ℓ = μ.
 
-    Its history is not saved: a resumed run may miss more at first, with equal results.
+    ``recent_K`` is from ``remember``; None before the first update. It is not saved: a resumed run
+    may miss more at first, with equal results.
+
+    Returns:
+        [D] float64, NaN except in ``objective.decisive``, which must be set; equal on all ranks
+        that hold the model's output.
     """
+    assert objective.decisive is not None
+    decision = objective.decide(objective.foresee(known_K, recent_K))
+    return hide_rest(decision, objective.decisive)
 
-    def __init__(self, objective: Objective) -> None:
-        """Start without history; ``objective.decisive`` must be set."""
-        self._objective = objective
-        self._recent_K: Tensor | None = None
 
-    def predict(self, known_K: Tensor) -> Tensor:
-        """Predict from the statistics of the update's tokens at ℓ = μ.
-
-        Returns:
-            [D] float64, NaN except in the decisive entries; equal on all ranks that hold the
-            model's output.
-        """
-        decisive = self._objective.decisive
-        assert decisive is not None
-        decision = self._objective.decide(self._objective.foresee(known_K, self._recent_K))
-        return hide_rest(decision, decisive)
-
-    def learn(self, total_K: Tensor) -> None:
-        """Add the statistics that the update turned out to have."""
-        if self._recent_K is not None:
-            total_K = total_K + (self._recent_K.double() * DECAY).to(torch.int64)
-        self._recent_K = total_K
+def remember(recent_K: Tensor | None, total_K: Tensor) -> Tensor:
+    """Add the statistics that an update turned out to have to the decaying sum of earlier ones."""
+    if recent_K is None:
+        return total_K
+    return total_K + (recent_K.double() * DECAY).to(torch.int64)
 
 
 def hide_rest(decision: Tensor, decisive: slice) -> Tensor:

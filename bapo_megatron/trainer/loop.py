@@ -48,7 +48,7 @@ from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import reporting
 from bapo_megatron.trainer.checkpointing import Checkpoints, is_due
 from bapo_megatron.trainer.opening import Opening
-from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.recompute import score_probes
 from bapo_megatron.trainer.records import TokenDump, update_metrics
 from bapo_megatron.trainer.scorers import frozen_scorers, reference_updater
 from bapo_megatron.trainer.split import engine_routes, split_shape
@@ -128,8 +128,8 @@ class Run:
         self._reference = reference_updater(config, state.model, scorers)
         self.checkpoints = Checkpoints(config, state, opening.source)
         self.progress = self.checkpoints.progress
-        probe = ProbeScorer(state.model, config.ops, shape)
-        sync = WeightSync(config.rollout.weight_sync, config.run_dir, probe.score, groups.device)
+        score = partial(score_probes, state.model, config.ops, shape)
+        sync = WeightSync(config.rollout.weight_sync, config.run_dir, score, groups.device)
         self.generation = Generation(config, state, opening, sync, stopping)
         self._sinks: MetricsSinks | None = None
         self._has_evaluation = bool(config.eval.sets) and self.generation.has_servers

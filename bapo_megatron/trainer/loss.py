@@ -108,23 +108,19 @@ class LossStage:
     ) -> None:
         self._config, self._output = config, output
         self._device, self.data_group = groups.device, groups.data
-        loaded = load_objective(config, groups.device, scored(config))
-        self.objective = loaded.objective
-        self.collects = loaded.collects
-        """Whether the objective must see the whole update before the first gradient."""
-        self.decides_locally = loaded.objective.needs == "micro_batch"
+        self.loaded = load_objective(config, groups.device, scored(config))
+        self.objective = self.loaded.objective
+        self.decides_locally = self.objective.needs == "micro_batch"
         """Whether every micro-batch has its own decision."""
-        self.decision_size = loaded.decision_size
-        """D."""
-        self.zero_advantage = _zero_advantage(loaded.objective, config)
+        self.zero_advantage = _zero_advantage(self.objective, config)
         """How responses with A = 0 are treated."""
         features = {
             "correct": config.correction.kind != "none",
             "reference": config.kl.is_used,
             "teacher": config.distillation.is_used,
         }
-        self.numbers = Numbers(loaded.report_names, {name for name, on in features.items() if on})
-        self._statistic_size = loaded.statistic_size
+        used = {name for name, on in features.items() if on}
+        self.numbers = Numbers(self.loaded.report_names, used)
         self.teacher_head: OutputHead | None = None
         """Head of a teacher in the trainer, for the hidden states in the micro-batches; with a loss
         over the vocabulary, set before the first update."""
@@ -256,7 +252,7 @@ class LossStage:
 
     def _statistics(self, tokens: Iterable[TokenBatch]) -> Tensor:
         """Return the statistics of this rank's tokens, [K] int64; 0 without tokens."""
-        total_K = torch.zeros(self._statistic_size, dtype=torch.int64, device=self._device)
+        total_K = torch.zeros(self.loaded.statistic_size, dtype=torch.int64, device=self._device)
         for batch in tokens:
             total_K += self.objective.statistics(batch)
         return total_K

@@ -126,38 +126,33 @@ def measure_mismatch(
     return sums, {"mismatch/logprob_abs_max": largest}
 
 
-class ProbeScorer:
-    """Scores token sequences with the current weights, for ``weight_sync.verify``."""
+def score_probes(
+    model: Model, ops: OpsConfig, shape: SplitShape, sequences: Sequence[Sequence[int]]
+) -> tuple[tuple[float, ...], ...] | None:
+    """Return the log-probs of all tokens of each sequence but the first, on rank 0.
 
-    def __init__(self, model: Model, ops: OpsConfig, shape: SplitShape) -> None:
-        self._model = model
-        self._shape = shape
-        self._output = PolicyOutput.of(model, ops, temperature=1.0)  # as engines score
-
-    def score(self, sequences: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...] | None:
-        """Return the log-probs of all tokens of each sequence but the first, on rank 0.
-
-        A collective over all ranks; None on the others. Each sequence has two token ids or more; it
-        is scored as a response to its first token.
-        """
-        samples = [*map(_as_sample, sequences)]
-        nothing_B = np.zeros(len(samples), dtype=np.float32)
-        _, micro_batches = self._shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
-        scored = self._model.forward_only(micro_batches, self._output.read)
-        local = [
-            (mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
-            # No log-probs on any stage but the last.
-            for mb, (logprob_T, _) in zip(micro_batches, scored, strict=False)
-        ]
-        gathered = gather_objects(local, self._model.groups)
-        if gathered is None:
-            return None
-        logprobs = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]
-        for sample_T, position_T, logprob_T in (part for parts in gathered for part in parts):
-            for number in np.unique(sample_T):
-                in_sample_T = sample_T == number
-                logprobs[number][position_T[in_sample_T]] = logprob_T[in_sample_T]
-        return tuple(tuple(row.tolist()) for row in logprobs)
+    For ``weight_sync.verify``, with the current weights. A collective over all ranks; None on the
+    others. Each sequence has two token ids or more; it is scored as a response to its first token.
+    """
+    output = PolicyOutput.of(model, ops, temperature=1.0)  # as engines score
+    samples = [*map(_as_sample, sequences)]
+    nothing_B = np.zeros(len(samples), dtype=np.float32)
+    _, micro_batches = shape.pack(samples, range(len(samples)), nothing_B, nothing_B)
+    scored = model.forward_only(micro_batches, output.read)
+    local = [
+        (mb.sample_T.numpy(), mb.position_T.numpy(), logprob_T.cpu().numpy())
+        # No log-probs on any stage but the last.
+        for mb, (logprob_T, _) in zip(micro_batches, scored, strict=False)
+    ]
+    gathered = gather_objects(local, model.groups)
+    if gathered is None:
+        return None
+    logprobs = [np.full(len(token_ids) - 1, np.nan) for token_ids in sequences]
+    for sample_T, position_T, logprob_T in (part for parts in gathered for part in parts):
+        for number in np.unique(sample_T):
+            in_sample_T = sample_T == number
+            logprobs[number][position_T[in_sample_T]] = logprob_T[in_sample_T]
+    return tuple(tuple(row.tolist()) for row in logprobs)
 
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:

@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from bapo_megatron.algorithm.objective import Objective, Speculate
-from bapo_megatron.algorithm.prediction import Predictor
+from bapo_megatron.algorithm.prediction import predict, remember
 from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.trainer.loss import LossInputs
@@ -39,8 +40,8 @@ class Speculation:
     """
 
     def __init__(self, mode: Speculate, objective: Objective, groups: ProcessGroups) -> None:
-        self._mode, self._groups = mode, groups
-        self._predictor = Predictor(objective)
+        self._mode, self._objective, self._groups = mode, objective, groups
+        self._recent_K: Tensor | None = None
         self._missed: deque[bool] = deque(maxlen=WINDOW)
         self._trials_left = TRIAL_UPDATES if mode == "auto" else 0
         self._break_even = 1.0
@@ -75,7 +76,9 @@ class Speculation:
         if not self.predicts or update.split.policy is not None:
             return collect(update)
         known_K, micro_batches = update.known_K, update.split.micro_batches
-        prediction = None if known_K is None else self._predictor.predict(known_K)
+        prediction = None
+        if known_K is not None:
+            prediction = predict(self._objective, known_K, self._recent_K)
         if self.relies:
             return LossInputs(micro_batches, prediction, prediction=prediction, is_predicted=True)
         began_s = self._clock_s()
@@ -94,7 +97,7 @@ class Speculation:
             loss_s = self._clock_s() - self._decided_s
             self.end_trial(self._collect_s, loss_s, differs=differs)
         if first.inputs.total is not None:
-            self._predictor.learn(first.inputs.total)
+            self._recent_K = remember(self._recent_K, first.inputs.total)
         relied = float(inputs.is_predicted)
         return {"predictions": 1.0, "hits": float(not missed), "relied": relied}
 

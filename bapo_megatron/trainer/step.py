@@ -125,7 +125,7 @@ class BatchTrainer:
         self._advantages = Advantages(self.config.advantage, self.config.baseline_shift)
         self.output = PolicyOutput.of(self._model, self.ops, self.temperature)
         self._stage = stage = LossStage(self.config, self.output, self._groups)
-        can_predict = stage.collects and stage.objective.decisive is not None
+        can_predict = stage.loaded.collects and stage.objective.decisive is not None
         mode = stage.objective.speculate if can_predict else "never"
         self._speculation = Speculation(mode, stage.objective, self._groups)
         self._recomputes = self.config.behaviour == "recomputed"
@@ -239,7 +239,7 @@ class BatchTrainer:
     def _collect(self, update: Update) -> LossInputs:
         """Collect what the objective must know, by a forward-only pass unless one was made."""
         micro_batches, policy = update.split.micro_batches, update.split.policy
-        if not self._stage.collects:
+        if not self._stage.loaded.collects:
             return LossInputs(micro_batches)
         if policy is None:
             self.note(f"training, forward only of {update.name}")
@@ -349,7 +349,7 @@ def check(
     verdict = torch.zeros(NUM_FAULTS + 2, dtype=torch.float64, device=groups.device)
     if not groups.is_last_stage:
         num_decisions = len(inputs.micro_batches) if stage.decides_locally else 1
-        decisions = verdict.new_zeros(num_decisions, stage.decision_size)
+        decisions = verdict.new_zeros(num_decisions, stage.loaded.decision_size)
     else:
         total_K, faults = _add_up(reports, inputs.faults, stage)
         verdict[: NUM_FAULTS - 1] = faults
@@ -359,7 +359,7 @@ def check(
         decisions = torch.stack([report.decision for report in reports])
         if not stage.decides_locally:
             decisions = decisions[:1] if settled.decision is None else settled.decision[None]
-        for decision in decisions if stage.decision_size else ():
+        for decision in decisions if stage.loaded.decision_size else ():
             is_refused = stage.objective.refuses(decision)
             if is_refused is not None:
                 verdict[NUM_FAULTS - 1] += is_refused

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
-from bapo_megatron.algorithm.prediction import Predictor
+from bapo_megatron.algorithm.prediction import predict, remember
 from tests.fakes.given_tokens import make_tokens
 
 
@@ -20,50 +20,45 @@ def _statistics(bapo: Bapo, ratio: float, positive: float, negative: float) -> T
 
 def test_without_history_a_ratio_of_1_is_predicted() -> None:
     bapo = Bapo(BapoConfig.model_validate({"target": 0.4}), None)
-    prediction = Predictor(bapo).predict(_statistics(bapo, 1.0, 3.0, 1.0))
+    prediction = predict(bapo, _statistics(bapo, 1.0, 3.0, 1.0), None)
     assert prediction[:2].tolist() == pytest.approx([0.6, 1.2])
     assert prediction[2:].isnan().all()
 
 
 def test_ratios_come_from_earlier_updates_and_weights_from_this_one() -> None:
     bapo = Bapo(BapoConfig.model_validate({"target": 0.4}), None)
-    predictor = Predictor(bapo)
-    predictor.learn(_statistics(bapo, 2.0, 5.0, 1.0))
+    recent_K = remember(None, _statistics(bapo, 2.0, 5.0, 1.0))
     # With ratios of 2, P = 1.5 · min(2, c) and N = 3.25 · 2. The share reaches 0.4 where
     # P = 6.5 · 2/3, above 3: all candidates fail. With A = 2.9 it is c ≥ 1.494.
     known_K = _statistics(bapo, 1.0, 1.5, 3.25)
-    assert predictor.predict(known_K)[:2].tolist() == pytest.approx([0.9, 3.0])
+    assert predict(bapo, known_K, recent_K)[:2].tolist() == pytest.approx([0.9, 3.0])
     known_K = _statistics(bapo, 1.0, 2.9, 3.25)
-    assert predictor.predict(known_K)[:2].tolist() == pytest.approx([0.6, 1.5])
+    assert predict(bapo, known_K, recent_K)[:2].tolist() == pytest.approx([0.6, 1.5])
 
 
 def test_newer_updates_count_more() -> None:
     bapo = Bapo(BapoConfig.model_validate({"target": 0.4}), None)
-    predictor = Predictor(bapo)
-    for _ in range(3):
-        predictor.learn(_statistics(bapo, 0.7, 1.0, 1.0))
-    for _ in range(12):
-        predictor.learn(_statistics(bapo, 2.0, 1.0, 1.0))
+    recent_K = None
+    for ratio in (*[0.7] * 3, *[2.0] * 12):
+        recent_K = remember(recent_K, _statistics(bapo, ratio, 1.0, 1.0))
     known_K = _statistics(bapo, 1.0, 2.9, 3.25)
     # Three old updates of 0.75^12 … 0.75^14 beside four: a little more than 1.494 is needed.
-    assert predictor.predict(known_K)[:2].tolist() == pytest.approx([0.6, 1.5])
+    assert predict(bapo, known_K, recent_K)[:2].tolist() == pytest.approx([0.6, 1.5])
 
 
 @pytest.mark.parametrize(("positive", "negative"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_an_update_without_one_sign_is_predicted_right(positive: float, negative: float) -> None:
     bapo = Bapo(BapoConfig(), None)
-    predictor = Predictor(bapo)
-    predictor.learn(_statistics(bapo, 1.3, 2.0, 1.0))
-    prediction = predictor.predict(_statistics(bapo, 1.0, positive, negative))
+    recent_K = remember(None, _statistics(bapo, 1.3, 2.0, 1.0))
+    prediction = predict(bapo, _statistics(bapo, 1.0, positive, negative), recent_K)
     decision = bapo.decide(_statistics(bapo, 1.4, positive, negative))
     assert prediction[:2].equal(decision[:2])
 
 
 def test_a_sign_that_recent_updates_lacked_has_a_ratio_of_1() -> None:
     bapo = Bapo(BapoConfig(), None)
-    predictor = Predictor(bapo)
-    predictor.learn(_statistics(bapo, 1.3, 0.0, 1.0))
-    prediction = predictor.predict(_statistics(bapo, 1.0, 1.0, 1.0))
+    recent_K = remember(None, _statistics(bapo, 1.3, 0.0, 1.0))
+    prediction = predict(bapo, _statistics(bapo, 1.0, 1.0, 1.0), recent_K)
     # P = 1, N = 1.3: the share is 0.435.
     assert prediction[:2].tolist() == pytest.approx([0.6, 1.2])
 

@@ -28,7 +28,7 @@ from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.runtime.versions import own_software
-from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.recompute import score_probes
 from tests.distributed_launch import joined, run_ranks
 from tests.engine.sglang.servers import KEYS, connected, running, server_config
 from tests.trainer.one_update import Case, build_trainer
@@ -54,7 +54,7 @@ def score_in_layout(
     with joined(**sizes) as groups:
         case = Case(ops=ops, budget=2048, dtype=dtype)
         trainer = build_trainer(model, groups, case, sizes=sizes, optimizer={"lr": 0.0})
-        scored = ProbeScorer(trainer.state.model, trainer.ops, trainer.shape).score(sequences)
+        scored = score_probes(trainer.state.model, trainer.ops, trainer.shape, sequences)
     return None if scored is None else np.concatenate([*map(np.array, scored)])
 
 

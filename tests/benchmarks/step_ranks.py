@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import loop as loop_module
+from bapo_megatron.trainer import speculation as speculation_module
 from bapo_megatron.trainer import step as step_module
 from bapo_megatron.trainer.loss import LossStage
 from tests.distributed_launch import take_port
@@ -28,7 +28,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "forward and backward": [(TrainState, "forward_backward")],
     "predict bounds, search": [
         *((LossStage, name) for name in ("known_statistics", "collect")),
-        (Predictor, "predict"),
+        (speculation_module, "predict"),
     ],
     "check and measure updates": [(step_module, name) for name in ("check", "read_measurements")],
     "optimizer": [(TrainState, "optimizer_step")],

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.prediction import Predictor
+from bapo_megatron.algorithm.prediction import predict, remember
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
@@ -144,7 +144,7 @@ def test_search_and_loss_never_wait_for_the_device(
 
     with _no_reads(device):
         decided = LossInputs((micro_batch,))
-        if stage.collects:
+        if stage.loaded.collects:
             current = policy.read(output().detach(), micro_batch)
             decided = stage.collect([current], [micro_batch], context)
             (micro_batch,) = decided.micro_batches
@@ -153,10 +153,10 @@ def test_search_and_loss_never_wait_for_the_device(
         _, _, verdict = check([report], decided, stage, groups)
         stage.numbers.add([report], device)
         if stage.objective.decisive is not None:
-            predictor = Predictor(stage.objective)
+            recent_K = None
             for _ in range(2):  # without earlier updates, and with one
                 known_UK = stage.known_statistics([[micro_batch]], context)
-                prediction = predictor.predict(known_UK[0])
+                prediction = predict(stage.objective, known_UK[0], recent_K)
                 _, predicted = stage.loss(
                     output(),
                     micro_batch,
@@ -166,7 +166,7 @@ def test_search_and_loss_never_wait_for_the_device(
                 )
                 relied = LossInputs((micro_batch,), prediction=prediction, is_predicted=True)
                 settled, _, _ = check([predicted], relied, stage, groups)
-                predictor.learn(settled.total)
+                recent_K = remember(recent_K, settled.total)
             trial = replace(decided, prediction=prediction, is_trial=True)
             _, _, verdict = check([predicted], trial, stage, groups)
     assert verdict[:NUM_FAULTS].tolist() == [0.0] * NUM_FAULTS

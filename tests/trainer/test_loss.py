@@ -68,7 +68,7 @@ def trainers_loss(
     """The loss of one micro-batch that is the whole update, after its collection pass."""
     micro_batch, decision = micro_batch_of(batch), None
     policy: Any = TokenLogprobs(batch["logprob_T"], batch["entropy_T"])
-    if stage.collects:
+    if stage.loaded.collects:
         known = TokenLogprobs(*(values_T.detach() for values_T in policy))
         collected = stage.collect([known], [micro_batch], context)
         (micro_batch,), decision = collected.micro_batches, collected.decision

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.calls import Answers, Request, encode
-from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.recompute import score_probes
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import WeightReceiver
@@ -139,10 +140,8 @@ def sync_changed(
     outcomes = []
     with joined(**(layout or {})) as groups:
         state = build_policy(model_dir, groups)
-        scorer = ProbeScorer(state.model, OpsConfig(), shape_of(state, groups))
-        sync = WeightSync(
-            config.weight_sync, directory / "run", scorer.score, state.model.groups.device
-        )
+        score = partial(score_probes, state.model, OpsConfig(), shape_of(state, groups))
+        sync = WeightSync(config.weight_sync, directory / "run", score, state.model.groups.device)
         source = ThreadSource(addresses, config, fault) if groups.rank == 0 else None
         if source is not None:
             source.__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import OpsConfig
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.distributed import barrier
-from bapo_megatron.trainer.recompute import ProbeScorer
+from bapo_megatron.trainer.recompute import score_probes
 from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import BEGIN, PROBE, RECEIVE, RESUME, Opened, Resumed
 from bapo_megatron.weight_sync.send import WeightSync
@@ -73,8 +74,8 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
     outcomes: dict[str, Any] = {}
     with joined(tensor=2) as groups:
         state = build_policy(model_dir, groups)
-        scorer = ProbeScorer(state.model, OpsConfig(), shape_of(state, groups))
-        sync = WeightSync(config, directory, scorer.score, state.model.groups.device)
+        score = partial(score_probes, state.model, OpsConfig(), shape_of(state, groups))
+        sync = WeightSync(config, directory, score, state.model.groups.device)
         source = ScriptedSource() if groups.rank == 0 else None
 
         def run(name: str, *, again: bool = False, **script: Any) -> None:
@@ -106,7 +107,7 @@ def sync_by_script(model_dir: Path, directory: Path) -> dict[str, Any]:
             run("no shared memory", resume_error="", num_ranks=(1,))
         if source is not None:
             outcomes["versions"] = source.versions
-        disk = WeightSync(WeightSyncConfig(method="disk"), directory, scorer.score, groups.device)
+        disk = WeightSync(WeightSyncConfig(method="disk"), directory, score, groups.device)
         with mock.patch.object(state.model, "export_hf", wraps=state.model.export_hf) as export:
             for again in (False, True):
                 disk.sync(state, source, again=again)
