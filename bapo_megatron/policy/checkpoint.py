@@ -355,9 +355,9 @@ def _restore_rng(state: dict[str, Any]) -> None:
 def rng_layout(groups: ProcessGroups) -> dict[str, int]:
     """Return the sizes that determine each rank's random streams; equal ones can restore them."""
     return {
-        "tensor": groups.tensor_size,
-        "pipeline": groups.pipeline_size,
+        "tensor": groups.tensor.size(),
+        "pipeline": groups.pipeline.size(),
         "virtual_pipeline": groups.virtual_size,
-        "context": groups.context_size,
+        "context": groups.context.size(),
         "world": groups.world_size,
     }

@@ -152,7 +152,9 @@ def local_weights(
     chunks: Sequence[GPTModel], hf: HfConfig, groups: ProcessGroups
 ) -> list[tuple[Weight, Tensor]]:
     """Return this rank's parameters and buffers with their entries of the table, in its order."""
-    first_expert = groups.expert_rank * (hf.experts.num // groups.expert_size) if hf.experts else 0
+    first_expert = (
+        groups.expert.rank() * (hf.experts.num // groups.expert.size()) if hf.experts else 0
+    )
 
     def count_over_layer(match: re.Match[str]) -> str:
         expert = first_expert + int(match["expert"])
@@ -183,8 +185,8 @@ def local_weights(
 def tensor_place(weight: Weight, groups: ProcessGroups) -> tuple[int, int]:
     """Return this rank's place among, and the number of, the ranks that divide a parameter."""
     if weight.expert is None:
-        return groups.tensor_rank, groups.tensor_size
-    return groups.expert_tensor_rank, groups.expert_tensor_size
+        return groups.tensor.rank(), groups.tensor.size()
+    return groups.expert_tensor.rank(), groups.expert_tensor.size()
 
 
 @torch.no_grad()

@@ -238,7 +238,7 @@ class Lora:
         Raises:
             ConfigError: The model lacks a target.
         """
-        check_targets(hf, config, groups.tensor_size)
+        check_targets(hf, config, groups.tensor.size())
         lora = cls(config, {}, identity_of(config, hf, base) if groups.rank == 0 else {})
         for chunk in chunks:
             chunk.requires_grad_(False)

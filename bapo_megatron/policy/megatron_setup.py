@@ -296,8 +296,8 @@ def seed_everything(seed: int, groups: ProcessGroups) -> None:
     Data-, context- and pipeline-parallel ranks draw differently, tensor-parallel ranks alike except
     in Megatron's own tensor-parallel stream.
     """
-    replica = groups.data_rank * groups.context_size + groups.context_rank
-    rank_seed = seed + 1000 * replica + 100_000_000 * groups.pipeline_rank
+    replica = groups.data_rank * groups.context.size() + groups.context.rank()
+    rank_seed = seed + 1000 * replica + 100_000_000 * groups.pipeline.rank()
     random.seed(rank_seed)
     torch.manual_seed(rank_seed)
     model_parallel_cuda_manual_seed(rank_seed)

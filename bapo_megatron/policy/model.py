@@ -205,7 +205,7 @@ class Model:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(self.modules),
             num_microbatches=len(micro_batches),
-            seq_length=longest * self.groups.context_size,  # of the messages between stages
+            seq_length=longest * self.groups.context.size(),  # of the messages between stages
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -218,12 +218,12 @@ class Model:
         self.on_micro_batch()
         transformer = self.chunks[0].config
         # Ranks that divide the tokens of a micro-batch between the matrix products.
-        token_ranks = self.groups.tensor_size if transformer.sequence_parallel else 1
+        token_ranks = self.groups.tensor.size() if transformer.sequence_parallel else 1
         num_tokens, end = host_batch.num_tokens, int(host_batch.cu_seqlens[-1])
         assert num_tokens % token_ranks == 0, f"{num_tokens} tokens over {token_ranks} ranks"
-        assert end == num_tokens * self.groups.context_size, (
+        assert end == num_tokens * self.groups.context.size(), (
             f"cu_seqlens ends at {end} but the micro-batch has {num_tokens} tokens on each of "
-            f"{self.groups.context_size} ranks; padding must belong to a sequence"
+            f"{self.groups.context.size()} ranks; padding must belong to a sequence"
         )
         micro_batch = on_device(host_batch, self.groups.device)
         if self.routers is not None:
@@ -257,7 +257,7 @@ class Model:
         64k tokens; any upper bound is right, so few different ones are passed.
         """
         max_tokens = int(host_batch.cu_seqlens.diff().max())
-        multiple = math.lcm(4096, 2 * self.groups.context_size)
+        multiple = math.lcm(4096, 2 * self.groups.context.size())
         max_tokens = -(-max_tokens // multiple) * multiple
         return PackedSeqParams(
             qkv_format="thd",

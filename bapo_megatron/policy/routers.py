@@ -118,7 +118,7 @@ class Routers:
         recomputes = config.recompute_granularity == "full"
         self._experts, self._groups = experts, groups
         is_divided = config.sequence_parallel
-        self._part = (groups.tensor_rank, groups.tensor_size) if is_divided else (0, 1)
+        self._part = (groups.tensor.rank(), groups.tensor.size()) if is_divided else (0, 1)
         self._chunks = [
             [
                 _RouterReplay(module, recomputes)

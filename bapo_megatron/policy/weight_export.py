@@ -89,14 +89,14 @@ def gather_weights(
 def _holders(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> list[int]:
     """Return the rank that sends each part of a parameter, in the order of the parts."""
     # The layers are divided into pipeline × virtual chunks; chunk c is on stage c mod pipeline.
-    stage = 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline_size - 1
+    stage = 0 if weight.megatron == EMBEDDING.megatron else groups.pipeline.size() - 1
     if weight.layer is not None:
-        layers_per_chunk = hf.num_layers // (groups.pipeline_size * groups.virtual_size)
-        stage = weight.layer // layers_per_chunk % groups.pipeline_size
-    first, num_parts = 0, groups.tensor_size if weight.axis is not None else 1
+        layers_per_chunk = hf.num_layers // (groups.pipeline.size() * groups.virtual_size)
+        stage = weight.layer // layers_per_chunk % groups.pipeline.size()
+    first, num_parts = 0, groups.tensor.size() if weight.axis is not None else 1
     if weight.expert is not None and hf.experts is not None:
-        num_parts = groups.expert_tensor_size
-        first = weight.expert // (hf.experts.num // groups.expert_size) * num_parts
+        num_parts = groups.expert_tensor.size()
+        first = weight.expert // (hf.experts.num // groups.expert.size()) * num_parts
     return [groups.rank_in_stage(stage, first + part) for part in range(num_parts)]
 
 

@@ -49,9 +49,11 @@ class ProcessGroups:
     """Ranks that shard every sequence of a micro-batch."""
     data: dist.ProcessGroup
     """Ranks with the same part of the model and different tokens, of size
-    ``data_size · context_size``. Gradients and sums over tokens are reduced over it."""
+    ``data_size · context.size()``. Gradients and sums over tokens are reduced over it."""
     pipeline: dist.ProcessGroup
     """Ranks that hold successive layers of one model replica."""
+    expert: dist.ProcessGroup
+    """Ranks that divide the experts of each layer."""
     expert_tensor: dist.ProcessGroup
     """Ranks that divide each expert and see the same of its tokens."""
     expert_data: dist.ProcessGroup
@@ -63,32 +65,21 @@ class ProcessGroups:
     """The model's device."""
     rank: int
     world_size: int
-    tensor_rank: int
-    tensor_size: int
-    context_rank: int
-    context_size: int
     data_rank: int
     """Index of this rank's share of the samples."""
     data_size: int
-    pipeline_rank: int
-    pipeline_size: int
     virtual_size: int
     """Model chunks per rank; above 1 the schedule is interleaved."""
-    expert_rank: int
-    """Index of this rank's experts."""
-    expert_size: int
-    expert_tensor_rank: int
-    expert_tensor_size: int
 
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""
-        return self.pipeline_rank == 0
+        return self.pipeline.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank sees logits."""
-        return self.pipeline_rank == self.pipeline_size - 1
+        return self.pipeline.rank() == self.pipeline.size() - 1
 
     def rank_in_stage(self, stage: int, number: int) -> int:
         """Return the global rank of the ``number``-th rank of a pipeline stage.
@@ -96,7 +87,7 @@ class ProcessGroups:
         Ranks are numbered tensor first, then context, data, pipeline; for experts expert-tensor
         first, then expert, expert-data, pipeline.
         """
-        return stage * (self.world_size // self.pipeline_size) + number
+        return stage * (self.world_size // self.pipeline.size()) + number
 
 
 def init_world(timeout_s: float) -> tuple[torch.device, dist.ProcessGroup]:
@@ -184,25 +175,16 @@ def megatron_groups(
         context=parallel_state.get_context_parallel_group(),
         data=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pipeline=parallel_state.get_pipeline_model_parallel_group(),
+        expert=parallel_state.get_expert_model_parallel_group(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_group(),
         expert_data=parallel_state.get_expert_data_parallel_group(),
         control=control,
         device=device,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        context_rank=parallel_state.get_context_parallel_rank(),
-        context_size=parallel_state.get_context_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_size=parallel.virtual_pipeline,
-        expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
-        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
     )
 
 
@@ -307,8 +289,8 @@ def reduce_over(
 
 def broadcast_from_last_stage(value: Tensor, groups: ProcessGroups) -> None:
     """Broadcast a tensor from the last pipeline stage, in place; one stage needs no collective."""
-    if groups.pipeline_size > 1:
-        last = dist.get_global_rank(groups.pipeline, groups.pipeline_size - 1)
+    if groups.pipeline.size() > 1:
+        last = dist.get_global_rank(groups.pipeline, groups.pipeline.size() - 1)
         dist.broadcast(value, src=last, group=groups.pipeline)
 
 

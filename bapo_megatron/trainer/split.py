@@ -113,8 +113,10 @@ def split_shape(
         # The interleaved schedule runs micro-batches in rounds of one per stage.
         count_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
     )
-    sequence = (groups.tensor_rank, groups.tensor_size) if parallel.sequence else (0, 1)
-    return SplitShape(rules, groups.data_rank, groups.context_rank, groups.context_size, *sequence)
+    sequence = (groups.tensor.rank(), groups.tensor.size()) if parallel.sequence else (0, 1)
+    return SplitShape(
+        rules, groups.data_rank, groups.context.rank(), groups.context.size(), *sequence
+    )
 
 
 def engine_routes(config: RunConfig, model: Model) -> RouteFiles | None:

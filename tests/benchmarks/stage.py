@@ -143,7 +143,7 @@ def count_collectives() -> tuple[str, str, str]:
         decision = collect(losses, torch.zeros(TOKENS), [micro_batch]).decision
     with joined(tensor=2) as groups:
         generator = torch.Generator().manual_seed(0)
-        vocab_size = COLUMNS * groups.tensor_size
+        vocab_size = COLUMNS * groups.tensor.size()
         plain_losses = make_losses(groups, vocab_size)
 
         with counted() as plain:

@@ -122,10 +122,10 @@ def test_search_and_loss_never_wait_for_the_device(
     micro_batch = on_device(update.micro_batches[0], device)
     groups: Any = SimpleNamespace(
         data=SimpleNamespace(size=lambda: 1),
+        pipeline=SimpleNamespace(size=lambda: 1),
         tensor=None,
         device=device,
         is_last_stage=True,
-        pipeline_size=1,
     )
     hidden_NH = torch.randn(micro_batch.num_tokens, 8, device=device, requires_grad=True)
     weight_VH = torch.randn(320, 8, device=device)

@@ -35,13 +35,13 @@ def build_state(
 
 def layout_of(groups: ProcessGroups, *, sequence: bool = False) -> ParallelConfig:
     """The layout of the groups."""
-    is_default = groups.expert_tensor_size == groups.tensor_size
+    is_default = groups.expert_tensor.size() == groups.tensor.size()
     return ParallelConfig(
-        tensor=groups.tensor_size,
+        tensor=groups.tensor.size(),
         sequence=sequence,
-        pipeline=groups.pipeline_size,
+        pipeline=groups.pipeline.size(),
         virtual_pipeline=groups.virtual_size,
-        context=groups.context_size,
-        expert=groups.expert_size,
-        expert_tensor=None if is_default else groups.expert_tensor_size,
+        context=groups.context.size(),
+        expert=groups.expert.size(),
+        expert_tensor=None if is_default else groups.expert_tensor.size(),
     )

@@ -119,7 +119,7 @@ def multiples_of(context_size: int) -> tuple[int, int]:
 
 def problems_of(groups: ProcessGroups, batches: Batches = BATCHES) -> list[Problem]:
     """This rank's share of ``batches``, padded as its layout needs."""
-    size, rank = groups.context_size, groups.context_rank
+    size, rank = groups.context.size(), groups.context.rank()
     problems = make_problems(0, *multiples_of(size), batches=batches)
     return [p.part(rank, size) for p in problems[groups.data_rank :: groups.data_size]]
 
@@ -164,8 +164,8 @@ def run_layouts(
             "place": (
                 groups.data_rank,
                 groups.data_size,
-                groups.context_rank,
-                groups.context_size,
+                groups.context.rank(),
+                groups.context.size(),
             ),
             "logits": logits,
             "gradients": hf_gradients(state),
@@ -201,7 +201,7 @@ def run_balanced(layouts: list[Layout], models: dict[str, Path]) -> dict[str, An
         problems = problems_of(groups)
         forward_backward(state, problems)
         results[name] = [hf_gradients(state)]
-        whole = make_problems(0, *multiples_of(groups.context_size), batches=BATCHES)
+        whole = make_problems(0, *multiples_of(groups.context.size()), batches=BATCHES)
         num_tokens = sum(problem.micro_batch.num_tokens for problem in whole)
         state.model.routers.balance(BALANCE, num_tokens)
         forward_backward(state, problems)

@@ -97,7 +97,7 @@ def _run(
     model.export_hf(root / "merged", durable=False)
     forward_backward(state, problems)
     result = {
-        "place": (groups.data_rank, groups.data_size, groups.context_rank, groups.context_size),
+        "place": (groups.data_rank, groups.data_size, groups.context.rank(), groups.context.size()),
         "base": base,
         "logits": logits(),
         "gradients": hf_gradients(state),

@@ -55,7 +55,7 @@ def build(
     return build_state(
         ModelConfig(path=model_dir, dtype=dtype, lora=lora or LoraConfig()),
         groups,
-        parallel=layout_of(groups, sequence=sequence and groups.tensor_size > 1),
+        parallel=layout_of(groups, sequence=sequence and groups.tensor.size() > 1),
         optimizer=OptimizerConfig(**{"lr": 1e-3, **optimizer}),
         megatron=MegatronConfig.model_validate(megatron or {}),
     )
@@ -63,10 +63,10 @@ def build(
 
 def local_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
     """This rank's share of the problems."""
-    size = groups.context_size
+    size = groups.context.size()
     multiples = (2, 1) if size == 1 else (2 * size, 2 * size)
     problems = make_problems(seed, *multiples)[groups.data_rank :: groups.data_size]
-    return [problem.part(groups.context_rank, size) for problem in problems]
+    return [problem.part(groups.context.rank(), size) for problem in problems]
 
 
 def forward_backward(state: TrainState, problems: list[Problem]) -> list[dict[str, Tensor]]:
@@ -74,7 +74,7 @@ def forward_backward(state: TrainState, problems: list[Problem]) -> list[dict[st
     remaining = iter(problems)
 
     def loss_fn(logits_NV: Tensor, micro_batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        vocab_start = state.model.groups.tensor_rank * logits_NV.shape[1]
+        vocab_start = state.model.groups.tensor.rank() * logits_NV.shape[1]
         loss = next(remaining).loss(logits_NV, vocab_start)
         tokens = torch.tensor(micro_batch.num_tokens)
         return loss, {"loss": loss.detach(), "tokens": tokens}
@@ -187,7 +187,7 @@ def two_ranks(models: Models, export_root: Path) -> dict[str, Any]:
 
 
 def gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
-    parts = [torch.empty_like(logits_NV) for _ in range(groups.tensor_size)]
+    parts = [torch.empty_like(logits_NV) for _ in range(groups.tensor.size())]
     dist.all_gather(parts, logits_NV.contiguous(), group=groups.tensor)
     return torch.cat(parts, dim=1)[:, :VOCAB_SIZE]
 

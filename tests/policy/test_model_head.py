@@ -73,7 +73,7 @@ def _build(directory: Path, groups: ProcessGroups, sequence: bool, *, hidden: bo
     return build_state(
         ModelConfig(path=directory, dtype="float32"),
         groups,
-        parallel=ParallelConfig(tensor=groups.tensor_size, sequence=sequence),
+        parallel=ParallelConfig(tensor=groups.tensor.size(), sequence=sequence),
         hidden=hidden,
     )
 

@@ -37,7 +37,7 @@ def alone() -> tuple[tuple[int, ...], dict[str, float]]:
         assert groups.is_first_stage
         assert groups.is_last_stage
         assert groups.device.type == "cpu"
-        place = (groups.rank, groups.world_size, groups.tensor_size, groups.data_size)
+        place = (groups.rank, groups.world_size, groups.tensor.size(), groups.data_size)
         return place, {name: time_out.total_seconds() for name, time_out in time_outs.items()}
     finally:
         shutdown_distributed()

@@ -77,8 +77,6 @@ def _two_stages(groups: ProcessGroups) -> ProcessGroups:
         groups,
         data=data_groups[groups.rank],
         pipeline=dist.new_group([0, 1]),
-        pipeline_rank=groups.rank,
-        pipeline_size=2,
     )
 
 
