@@ -30,8 +30,6 @@ from bapo_megatron.sandbox.cgroup import create_cgroup, left_behind
 from bapo_megatron.sandbox.seccomp import seccomp_filter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from bapo_megatron.config.sandbox import SandboxConfig
     from bapo_megatron.sandbox.base import Ending
 
@@ -153,7 +151,8 @@ class BubblewrapSandbox:
         self._command = [bwrap, *_arguments(config)]
         atexit.register(self.close)
         self._slot: _Slot | None = None
-        self._sessions: set[_BubblewrapSession] = set()
+        """Of programs, which run one at a time."""
+        self._processes: set[SandboxedProcess] = set()
         self._prepared: tuple[str, str] | None = None
         """The runner, compiled by the interpreter in the sandbox, and that one's ``sys.path``."""
 
@@ -164,25 +163,21 @@ class BubblewrapSandbox:
 
     def session(self) -> _BubblewrapSession:
         """See ``base.Sandbox.session``."""
-        session = _BubblewrapSession(self._config, self._start, self._sessions.discard)
-        self._sessions.add(session)
-        return session
+        cpu_s = math.ceil(_MAX_CPU_FACTOR * self._config.timeout_s)
+        return _BubblewrapSession(self._config, self._start("cells", cpu_s))
 
-    def start(self, program: str, max_files: int = _MAX_FILES) -> SandboxedProgram:
+    def start(self, program: str, max_files: int = _MAX_FILES) -> SandboxedProcess:
         """Start a program in a sandbox of its own; the caller feeds, reads and closes it.
 
+        It is shorter than what a pipe holds, and its standard error is this process's.
         ``max_files`` is how many descriptors each of its processes may have.
 
         Raises:
             SandboxError: It does not start.
         """
-        slot = _Slot(self._config)
-        try:
-            process = self._start(slot, "program", None, stderr=None, max_files=max_files)
-        except BaseException:
-            slot.release()
-            raise
-        return SandboxedProgram(process, slot, _frame(program))
+        process = self._start("program", stderr=None, max_files=max_files)
+        process.stdin.write(_frame(program))
+        return process
 
     def describe(self) -> str:
         """See ``base.Sandbox.describe``."""
@@ -197,8 +192,8 @@ class BubblewrapSandbox:
 
     def close(self) -> None:
         """See ``base.Sandbox.close``."""
-        for session in list(self._sessions):
-            session.close()
+        for process in list(self._processes):
+            process.close()
         if self._slot is not None:
             self._slot.release()
             self._slot = None
@@ -209,13 +204,13 @@ class BubblewrapSandbox:
         return self._slot
 
     def _run_once(self, content: bytes) -> Outcome:
-        process, config = self._start(self._own_slot(), "program", cpu_s=None), self._config
+        process, config = self._start("program", slot=self._own_slot()), self._config
         return _outcome(process, content, config.timeout_s, config.max_output_bytes)
 
     def _prepare(self, slot: _Slot) -> tuple[str, str]:
         if self._prepared is None:
             program = [str(self._config.python), "-s", "-c", _PREPARE]
-            process = _Process(self._command, program, self._filter, slot)
+            process = SandboxedProcess(self._command, program, self._filter, slot)
             outcome = _outcome(process, _RUNNER.encode(), _START_TIMEOUT_S, _CHUNK)
             if outcome.ending != "ok":
                 [*_, said] = ["", *outcome.stderr.splitlines()]
@@ -229,12 +224,13 @@ class BubblewrapSandbox:
 
     def _start(
         self,
-        slot: _Slot,
         kind: str,
-        cpu_s: int | None,
+        cpu_s: int | None = None,
+        slot: _Slot | None = None,
         stderr: int | None = subprocess.PIPE,
         max_files: int = _MAX_FILES,
-    ) -> _Process:
+    ) -> SandboxedProcess:
+        """Start the runner; without ``slot`` in one that ``close`` releases."""
         config = self._config
         limits = {
             "RLIMIT_AS": config.memory_limit_mb << 20,
@@ -246,12 +242,22 @@ class BubblewrapSandbox:
         if cpu_s is not None:
             limits["RLIMIT_CPU"] = cpu_s
         text = ",".join(f"{name}={value}" for name, value in limits.items())
-        code, path = self._prepare(slot)
-        program = [str(config.python), "-s", "-S", "-c", _START, code, kind, text, path]
-        return _Process(self._command, program, self._filter, slot, stderr)
+        with contextlib.ExitStack() as on_close:
+            if slot is None:
+                slot = _Slot(config)
+                on_close.callback(slot.release)
+            code, path = self._prepare(slot)
+            program = [str(config.python), "-s", "-S", "-c", _START, code, kind, text, path]
+            process = SandboxedProcess(self._command, program, self._filter, slot, stderr)
+            self._processes.add(process)
+            on_close.callback(self._processes.discard, process)
+            process.on_close = on_close.pop_all()
+        return process
 
 
-def _outcome(process: _Process, content: bytes, timeout_s: float, max_output_bytes: int) -> Outcome:
+def _outcome(
+    process: SandboxedProcess, content: bytes, timeout_s: float, max_output_bytes: int
+) -> Outcome:
     with contextlib.closing(process):
         exchange = _Exchange(process, content, max_output_bytes)
         ending = exchange.run(timeout_s)
@@ -295,26 +301,14 @@ def _frame(text: str) -> bytes:
 class _BubblewrapSession:
     """See ``base.Session``."""
 
-    def __init__(
-        self,
-        config: SandboxConfig,
-        start: Callable[[_Slot, str, int], _Process],
-        on_close: Callable[[_BubblewrapSession], None],
-    ) -> None:
+    def __init__(self, config: SandboxConfig, process: SandboxedProcess) -> None:
         self._config = config
-        self._on_close = on_close
-        self._slot: _Slot | None = _Slot(config)
-        try:
-            cpu_s = math.ceil(_MAX_CPU_FACTOR * config.timeout_s)
-            self._process = start(self._slot, "cells", cpu_s)
-        except BaseException:
-            self._slot.release()
-            raise
+        self._process = process
 
     @property
     def has_ended(self) -> bool:
         """See ``base.Session.has_ended``."""
-        return self._slot is None
+        return self._process.is_closed
 
     def run(self, cell: str, timeout_s: float | None = None) -> Outcome:
         """See ``base.Session.run``."""
@@ -336,31 +330,10 @@ class _BubblewrapSession:
 
     def close(self) -> None:
         """See ``base.Session.close``."""
-        if self._slot is not None:
-            self._process.close()
-            self._slot.release()
-            self._slot = None
-            self._on_close(self)
-
-
-class SandboxedProgram:
-    """A program that runs until it is closed; its standard error is this process's."""
-
-    def __init__(self, process: _Process, slot: _Slot, frame: bytes) -> None:
-        """Send the program, which is shorter than what a pipe holds."""
-        self._process, self._slot = process, slot
-        assert process.process.stdin is not None
-        assert process.process.stdout is not None
-        self.stdin, self.stdout = process.process.stdin, process.process.stdout
-        self.stdin.write(frame)
-
-    def close(self) -> None:
-        """Kill every process of the sandbox."""
         self._process.close()
-        self._slot.release()
 
 
-class _Process:
+class SandboxedProcess:
     """A running sandbox, which waits for its first frame."""
 
     def __init__(
@@ -374,6 +347,8 @@ class _Process:
         self._cgroup = slot.cgroup
         self._num_killed = 0 if slot.cgroup is None else slot.cgroup.num_killed()
         self._init: int | None = None
+        self.on_close = contextlib.ExitStack()
+        """What ends with it."""
         with contextlib.ExitStack() as theirs:
             status, status_end = os.pipe()
             theirs.callback(os.close, status_end)
@@ -398,6 +373,9 @@ class _Process:
                 env={},  # /proc/1/environ of the sandbox
                 pass_fds=(status_end, block_end, filter_end),
             )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         try:
             self._init_pid = self._read_status().get("child-pid", 0)
             self._init = os.pidfd_open(self._init_pid)  # an OSError if it has ended
@@ -437,13 +415,18 @@ class _Process:
             )
         return outcome
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` has ended it."""
+        return self._status.closed
+
     def close(self) -> None:
         """Kill every process and wait until none is left; safe to call twice."""
         if self._status.closed:
             return
         if not self._kill_init():
             self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+        for stream in (self.stdin, self.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
@@ -454,6 +437,7 @@ class _Process:
                 os.waitpid(self._init_pid, 0)
             os.close(self._init)
         self._status.close()
+        self.on_close.close()
 
     def _kill_init(self) -> bool:
         """Kill init, and so all that it started; return False if there is none."""
@@ -495,23 +479,21 @@ class _Exchange:
     """Sends a program its input and takes its output, up to a limit of time and size."""
 
     def __init__(
-        self, process: _Process, content: bytes, max_output_bytes: int, mark: bytes = b""
+        self, process: SandboxedProcess, content: bytes, max_output_bytes: int, mark: bytes = b""
     ) -> None:
-        self._process = process.process
+        self._process = process
         self._content = memoryview(content)
         self._max_output_bytes = max_output_bytes
         self._mark = mark
         self.status: bytes | None = None
         """The byte after the mark, once it has come; neither is in the output."""
-        assert process.process.stdout is not None
         assert process.process.stderr is not None
-        self._outputs = {process.process.stdout: bytearray(), process.process.stderr: bytearray()}
+        self._outputs = {process.stdout: bytearray(), process.process.stderr: bytearray()}
 
     def run(self, timeout_s: float) -> Ending | None:
         """Return the limit that was exceeded, or None at the end of the output, or at the mark."""
         deadline_s = time.monotonic() + timeout_s
         stdin = self._process.stdin
-        assert stdin is not None
         os.set_blocking(stdin.fileno(), False)
         with selectors.DefaultSelector() as selector:
             selector.register(stdin, selectors.EVENT_WRITE)
@@ -529,7 +511,7 @@ class _Exchange:
                 if self.status is not None:
                     return None
         try:
-            self._process.wait(max(deadline_s - time.monotonic(), 0.01))
+            self._process.process.wait(max(deadline_s - time.monotonic(), 0.01))
         except subprocess.TimeoutExpired:
             return "timeout"
         return None
@@ -543,7 +525,6 @@ class _Exchange:
 
     def _write(self, selector: selectors.BaseSelector) -> None:
         stdin = self._process.stdin
-        assert stdin is not None
         try:
             self._content = self._content[os.write(stdin.fileno(), self._content[:_CHUNK]) :]
         except BrokenPipeError:
