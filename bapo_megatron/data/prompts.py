@@ -142,51 +142,34 @@ class PromptSet:
     weight: float = 1.0
 
 
-def load_eval_set(
-    dataset: DatasetConfig,
-    renderer: ChatRenderer,
-    max_prompt_tokens: int,
-    reward: RewardConfig = _ANY_REFERENCE,
-    *,
-    has_environment: bool = False,
-) -> PromptSet:
-    """Read and render an evaluation set, each distinct prompt once; see ``load_set``.
+def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[PromptSet]:
+    """Read and render each set of ``eval.sets``, one after the other; see ``load_set``.
 
-    No distinct prompt may be left out. ``has_environment``: rows with one prompt are different
-    problems, since an environment reads the other columns.
+    Each distinct prompt is there once, and none of them may be left out. With an environment, which
+    reads the other columns, rows with one prompt are different problems.
     """
+    reward, keeps_all = eval_reward(config.reward, config.eval), config.rollout.has_environment
     reason = "an evaluation has each prompt once, sampled eval.samples_per_prompt times"
-    if has_environment:
+    if keeps_all:
         reason = "an environment may read their other columns"
     data = DataConfig(
-        max_prompt_tokens=max_prompt_tokens, on_duplicate="keep" if has_environment else "drop"
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        on_duplicate="keep" if keeps_all else "drop",
     )
-    prompt_set = load_set(dataset, renderer, data, reward=reward, duplicates_reason=reason)
-    report = prompt_set.report
-    if report.num_no_answer:
-        raise DataError(
-            f"{report.place}: {report.no_answer()}, and an evaluation leaves none out; remove "
-            "these rows, or change reward.no_answers"
-        )
-    if report.num_too_long:
-        raise DataError(
-            f"{report.place}: {report.too_long()}, the longest has {report.longest_tokens}, and an "
-            "evaluation leaves none out; raise data.max_prompt_tokens"
-        )
-    return prompt_set
-
-
-def load_eval_sets(config: RunConfig, renderer: ChatRenderer) -> Iterator[PromptSet]:
-    """Read and render each set of ``eval.sets``, one after the other; see ``load_eval_set``."""
-    reward = eval_reward(config.reward, config.eval)
     for dataset in config.eval.sets:
-        yield load_eval_set(
-            dataset,
-            renderer,
-            config.data.max_prompt_tokens,
-            reward,
-            has_environment=config.rollout.has_environment,
-        )
+        prompt_set = load_set(dataset, renderer, data, reward=reward, duplicates_reason=reason)
+        report = prompt_set.report
+        if report.num_no_answer:
+            raise DataError(
+                f"{report.place}: {report.no_answer()}, and an evaluation leaves none out; remove "
+                "these rows, or change reward.no_answers"
+            )
+        if report.num_too_long:
+            raise DataError(
+                f"{report.place}: {report.too_long()}, the longest has {report.longest_tokens}, "
+                "and an evaluation leaves none out; raise data.max_prompt_tokens"
+            )
+        yield prompt_set
 
 
 def load_train_sets(

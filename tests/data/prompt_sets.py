@@ -1,16 +1,33 @@
-"""Prompt sets without files."""
+"""Prompt sets without files, and those of evaluations."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.data.prompts import PromptSet, SetReport
+from bapo_megatron.data.prompts import PromptSet, SetReport, load_eval_sets
 from bapo_megatron.data.stream import PromptMixture
+from tests.config.files import run_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from bapo_megatron.data.chat import ChatRenderer
     from bapo_megatron.types import Prompt
+
+
+def load_eval_set(
+    renderer: ChatRenderer, max_prompt_tokens: int = 4096, environment: str = "", **dataset: Any
+) -> PromptSet:
+    """The prompts of a run's only evaluation set."""
+    config = run_config(
+        Path("runs"),
+        data={"max_prompt_tokens": max_prompt_tokens},
+        eval={"sets": [dataset]},
+        rollout={"environment": environment} if environment else {},
+    )
+    [loaded] = load_eval_sets(config, renderer)
+    return loaded
 
 
 def make_prompt_set(name: str, prompts: Sequence[Prompt], weight: float = 1.0) -> PromptSet:

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from bapo_megatron.config.data import UNSCORED_TASKS, DataConfig, DatasetConfig, TrainSetConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.overlap import find_overlaps
-from bapo_megatron.data.prompts import load_eval_set, load_set
+from bapo_megatron.data.prompts import load_set
 from bapo_megatron.data.rows import DataError, Row, read_rows
+from tests.data.prompt_sets import load_eval_set
 
 pytestmark = pytest.mark.exhaustive
 
@@ -77,7 +78,7 @@ def test_training_and_evaluation_have_no_problem_in_common(tokenizer: Any) -> No
     renderer = ChatRenderer(tokenizer, data)
     fields = {"gym": [SUMS], "size": 200}
     train_set = load_set(TrainSetConfig.model_validate(fields), renderer, data)
-    eval_set = load_eval_set(DatasetConfig.model_validate(fields), renderer, 4096)
+    eval_set = load_eval_set(renderer, name="gym", **fields)
     assert find_overlaps([train_set], [("gym", eval_set.prompts)]) == []
     assert not {p.text for p in train_set.prompts} & {p.text for p in eval_set.prompts}
 

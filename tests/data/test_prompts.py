@@ -16,13 +16,12 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import (
     DataError,
-    load_eval_set,
     load_set,
     load_train_sets,
     shared_prompts,
 )
 from bapo_megatron.types import Prompt
-from tests.data.prompt_sets import make_prompt_set
+from tests.data.prompt_sets import load_eval_set, make_prompt_set
 from tests.data.rows import rendered, write_jsonl
 from tests.data.test_tools import HERMES
 
@@ -57,9 +56,7 @@ def test_two_system_messages_are_refused(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt' has a system message of its"):
-        load_eval_set(
-            DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig(system_prompt="C")), 4096
-        )
+        load_eval_set(ChatRenderer(tokenizer, DataConfig(system_prompt="C")), path=path)
 
 
 SCHEMA = {
@@ -161,12 +158,12 @@ def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, tokenizer):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in (1, 2, 3, 4)]
     path = write_jsonl(tmp_path / "a.jsonl", *rows)
     longest = load_one(path, tokenizer).report.longest_tokens
-    arguments = DatasetConfig(path=path), ChatRenderer(tokenizer, DataConfig())
+    renderer = ChatRenderer(tokenizer, DataConfig())
 
-    assert len(load_eval_set(*arguments, longest).prompts) == 4
+    assert len(load_eval_set(renderer, longest, path=path).prompts) == 4
     message = rf"a\.jsonl: 2 of 4 prompts .* {longest - 2} tokens, the longest has {longest}"
     with pytest.raises(DataError, match=message):
-        load_eval_set(*arguments, longest - 2)
+        load_eval_set(renderer, longest - 2, path=path)
 
 
 def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
@@ -242,17 +239,17 @@ def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(t
 
 def test_an_evaluation_has_each_distinct_prompt_once(tmp_path, tokenizer):
     rows = [{"prompt": q, "answer": "1", "id": i} for i in range(3) for q in "abcd"]
-    dataset = DatasetConfig(path=write_jsonl(tmp_path / "a.jsonl", *rows))
+    path = write_jsonl(tmp_path / "a.jsonl", *rows)
     renderer = ChatRenderer(tokenizer, DataConfig())
 
-    loaded = load_eval_set(dataset, renderer, 4096)
+    loaded = load_eval_set(renderer, path=path)
     assert [p.prompt_id for p in loaded.prompts] == [f"a.jsonl:{row}" for row in range(4)]
     (line,) = loaded.report.warnings()
     assert "8 of 12 rows repeat the prompt of an earlier one and were left out (an eval" in line
     assert "data.on_duplicate" not in line
 
     # The state of an environment may follow from the other columns.
-    loaded = load_eval_set(dataset, renderer, 4096, has_environment=True)
+    loaded = load_eval_set(renderer, environment="games:Chess", path=path)
     assert len(loaded.prompts) == 12
     (line,) = loaded.report.warnings()
     assert "and stay (an environment may read their other columns)" in line
@@ -331,7 +328,7 @@ def test_references_that_are_no_answers_are_left_out_and_counted(tmp_path, token
     assert "6 of 8 references are not answers ('' 2, 'proof' 1" in line
     assert line.endswith("and were left out (reward.no_answers)")
     with pytest.raises(DataError, match=r"not answers .* an evaluation leaves none out; remove"):
-        load_eval_set(data.train_sets[0], renderer, 999, RewardConfig())
+        load_eval_set(renderer, path=data.train_sets[0].path)
 
 
 @pytest.mark.parametrize("answer", [{}, [], ["5", {}]])
