@@ -25,6 +25,7 @@ from bapo_megatron.config.rollout import checked_tools
 from bapo_megatron.data.columns import PARQUET_ERRORS
 from bapo_megatron.data.tools import UNSEEN, Message, checked_message
 from bapo_megatron.errors import first_line
+from bapo_megatron.reward.extraction import last_boxed
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import open_regular, parse_json, read_lines, read_regular
 from bapo_megatron.runtime.processes import describe_exit
@@ -33,7 +34,6 @@ _MAX_REASON = 300
 _BATCH_ROWS = 1024
 """Rows that are held as Python values at a time; a row may have columns of megabytes."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{}$]+))")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _JSON_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
 """The start of chat messages that are JSON inside a text."""
 _PYTHON_LIST = re.compile(r"\s*\[(?:\s*'(?:[^'\\]|\\[\\'])*'\s*(?:,|(?=\])))+\s*\]\s*")
@@ -250,11 +250,11 @@ def boxed_answer(value: Any) -> str:
     if not boxes:
         raise ValueError(f"must be a text with a \\boxed answer, got {shown_value(value)}")
     box = boxes[-1]
-    answer = box["bare"] or _up_to_closing_brace(value[box.end() :])
-    if not answer or not answer.strip():
+    answer = box["bare"] or last_boxed(rf"\boxed{{{value[box.end() :]}")
+    if not answer:
         shown = shown_value(value[box.start() :])
         raise ValueError(f"has a last \\boxed that is empty or never closed: {shown}")
-    return _utf8(answer.strip())
+    return _utf8(answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,16 +449,6 @@ def _marked_answer(solution: Any) -> str | None:
         return None
     _, mark, answer = solution.rstrip().rpartition("\n")[2].partition("####")
     return answer.lstrip(" \t") if mark else None
-
-
-def _up_to_closing_brace(text: str) -> str | None:
-    """The text before the brace that closes an open one; None if there is no such brace."""
-    depth = 1
-    for brace in _BRACE.finditer(text):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return text[: brace.start()]
-    return None
 
 
 def _to_json(value: Any, name: str, dropped: set[str]) -> Any:

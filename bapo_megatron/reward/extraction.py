@@ -30,7 +30,7 @@ def extract_answer(response: str) -> ExtractedAnswer | None:
 
     The last ``\boxed{`` whose braces close counts; an empty one is not an answer.
     """
-    boxed = _last_boxed(response)
+    boxed = last_boxed(response)
     if boxed is not None:
         return ExtractedAnswer(boxed, boxed=True) if boxed else None
     tag_end = response.rfind(_TAG_END)
@@ -51,10 +51,10 @@ def extract_answer(response: str) -> ExtractedAnswer | None:
 
 def has_closed_box(text: str) -> bool:
     r"""Return whether the last closed ``\boxed{…}`` holds something."""
-    return bool(_last_boxed(text))
+    return bool(last_boxed(text))
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
     r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are not braces."""
     last_start, content = -1, None
     open_braces: list[tuple[int, bool]] = []
