@@ -25,6 +25,7 @@ from bapo_megatron.config.reward import HttpRewardConfig
 from bapo_megatron.errors import describe_cause
 from bapo_megatron.reward.base import Response, RewardError, Score
 from bapo_megatron.reward.functions import as_score
+from bapo_megatron.runtime.files import parse_json
 
 Waiting = tuple[Response, asyncio.Future[Score]]
 
@@ -142,21 +143,15 @@ class HttpReward:
 
     def _scores(self, reply: bytes, num_responses: int) -> list[Score]:
         try:
-            results = json.loads(reply)
-        except (ValueError, RecursionError) as error:
-            raise self._unusable(f"not valid JSON ({error})") from error
-        if not isinstance(results, list) or len(results) != num_responses:
-            length = f"{len(results)} results" if isinstance(results, list) else "no list"
-            raise self._unusable(f"must be a list of {num_responses} results, got {length}")
-        try:
+            results = parse_json(reply)
+            if not isinstance(results, list) or len(results) != num_responses:
+                length = f"{len(results)} results" if isinstance(results, list) else "no list"
+                raise ValueError(f"must be a list of {num_responses} results, got {length}")
             return [as_score(result) for result in results]
         except (ValueError, TypeError, OverflowError) as error:
-            raise self._unusable(str(error)) from error
-
-    def _unusable(self, problem: str) -> RewardError:
-        return RewardError(
-            f"{self._place}: unusable answer of {self._url}: {problem}; correct the service"
-        )
+            raise RewardError(
+                f"{self._place}: unusable answer of {self._url}: {error}; correct the service"
+            ) from error
 
     def _closed(self) -> RewardError:
         return RewardError(f"{self._place}: the service was closed")
