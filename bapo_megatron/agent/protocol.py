@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.record import Call, Conversation, checked_messages
 from bapo_megatron.data.tools import Message
-from bapo_megatron.runtime.calls import dotted, rule_of, shown_value
+from bapo_megatron.runtime.calls import describe_invalid, shown_value
 from bapo_megatron.types import FinishReason
 
 MODEL = "policy"
@@ -42,10 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "text": ({"format": {"type": "text"}}, {}),
     "modalities": (["text"],),
     "functions": ([],),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
     "n": (1,),
 }
 """Values besides null that leave the distribution as it is."""
@@ -110,13 +106,7 @@ class _Request(BaseModel):
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
-            details = error.errors()[0]
-            if details["type"] == "json_invalid":
-                raise RefusalError(f"the body must be JSON: {details['msg']}") from error
-            place = dotted(details["loc"])
-            raise RefusalError(
-                f"{place}: {rule_of(details)}, got {shown_value(details['input'])}"
-            ) from error
+            raise RefusalError(f"the body: {describe_invalid(error)}") from error
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -193,17 +193,16 @@ class Session:
             async with self._ended:
                 while (left := self._num_left(call)) <= 0 and _unfinished(record.calls, call):
                     await self._ended.wait()
+            if left <= 0:
+                self.ended_by = FinishReason.LENGTH
+                raise RefusalError(
+                    f"the episode has had its {limits.max_tokens} tokens "
+                    "(rollout.max_response_tokens, over all branches); end it",
+                    code="episode_limit",
+                )
         except BaseException:
             record.withdraw(call)
             raise
-        if left <= 0:
-            record.withdraw(call)
-            self.ended_by = FinishReason.LENGTH
-            raise RefusalError(
-                f"the episode has had its {limits.max_tokens} tokens "
-                "(rollout.max_response_tokens, over all branches); end it",
-                code="episode_limit",
-            )
         call.max_tokens = min(left, limit or left)
 
     def _num_left(self, call: Call) -> int:

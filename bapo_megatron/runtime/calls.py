@@ -131,7 +131,7 @@ def decode[ResponseT](kind: TypeForm[ResponseT], values: Any) -> ResponseT:
     try:
         record: ResponseT = _adapter(kind).validate_python(values)
     except ValidationError as error:
-        raise ValueError(_describe_invalid(error)) from error
+        raise ValueError(describe_invalid(error)) from error
     return record
 
 
@@ -140,7 +140,7 @@ def decode_json[ResponseT](kind: TypeForm[ResponseT], content: bytes) -> Respons
     try:
         record: ResponseT = _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
-        raise ValueError(_describe_invalid(error)) from error
+        raise ValueError(describe_invalid(error)) from error
     return record
 
 
@@ -185,7 +185,7 @@ def rule_of(details: ErrorDetails) -> str:
     return rule.replace(" valid ", " ").replace("a int", "an int")
 
 
-def _describe_invalid(error: ValidationError) -> str:
+def describe_invalid(error: ValidationError) -> str:
     """Return path, rule and value of the first field that does not fit its record."""
     details = error.errors()[0]
     if details["type"] == "json_invalid":

@@ -198,12 +198,12 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
         ({"tool_choice": "required"}, "tool_choice: must be 'auto', got 'required'"),
         ({"response_format": {"type": "json_object"}}, "response_format: must be "),
         ({"extra_body": {"min_p": 0.1}}, "min_p: must be left out, got 0.1"),
-        ({"messages": []}, "messages: "),
+        ({"messages": []}, "the body: 'messages' must have at least 1 item"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages: must hold",
         ),
-        ({"tools": [{"type": "function"}]}, "tools[0].function: "),
+        ({"tools": [{"type": "function"}]}, "the body: 'tools[0].function' is missing"),
     ],
 )
 async def test_what_would_change_the_distribution_is_refused_in_one_line(
@@ -262,7 +262,7 @@ async def test_an_unknown_key_a_huge_body_and_a_wrong_path_get_one_answer_each(
             http.post(f"{url}/chat/completions", data=b"{") as reply,
         ):
             assert reply.status == 400
-            assert "must be JSON" in (await reply.json())["error"]["message"]
+            assert "not valid JSON" in (await reply.json())["error"]["message"]
     assert len(session.record.calls) == 1
 
 
