@@ -31,7 +31,7 @@ TOKEN_COLUMNS: dict[str, Any] = {
     "entropy": pa.float32(),
     "mask": pa.float32(),
 }
-"""Arrow's type of each column; docs/dumps.md has their meanings."""
+"""Arrow's type of each column; docs/formats.md has their meanings."""
 _FILE: RowFile[Mapping[str, Any]] = RowFile(
     "token dump",
     "remove it",

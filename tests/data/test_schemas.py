@@ -1,4 +1,4 @@
-"""docs/dumps.md has a row for every column of a dump, in order, with its type."""
+"""docs/formats.md has a row for every column of a dump, in order, with its type."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROW = re.compile(r"\| `(\w+)` \| ([\w<>]+) \|[\w ]*\|(.*)\|")
     ],
 )
 def test_the_schema_table_has_every_column(heading: str, columns: Mapping[str, Any]) -> None:
-    text = (REPOSITORY / "docs" / "dumps.md").read_text()
+    text = (REPOSITORY / "docs" / "formats.md").read_text()
     section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [match.groups() for line in section.splitlines() if (match := _ROW.fullmatch(line))]
     stated = [(name, kind) for name, kind, _ in rows]

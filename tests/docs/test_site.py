@@ -104,8 +104,8 @@ def test_the_search_finds_the_guide_first_in_pages_opened_from_files(
     site: Path, tmp_path: Path
 ) -> None:
     texts = {
-        "dump_tokens": ("dumps.html", "reference/configuration.html"),
-        "checkpoint": ("checkpoints.html", "reference/configuration.html"),
+        "dump_tokens": ("formats.html", "reference/configuration.html"),
+        "checkpoint": ("formats.html", "reference/configuration.html"),
         "kernels": ("kernels.html", "benchmarks/gpu_h100_202611.html"),
     }
 
