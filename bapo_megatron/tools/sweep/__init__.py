@@ -1,1 +1,1 @@
-"""One configuration in several variants by seeds: run, resumed, compared (docs/sweep.md)."""
+"""One configuration in several variants by seeds: run, resumed, compared (docs/launch.md)."""

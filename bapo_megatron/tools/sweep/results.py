@@ -126,7 +126,7 @@ def results_json(
     settings: Sequence[str],
     failures: Sequence[FailedRun],
 ) -> dict[str, Any]:
-    """Return everything as JSON values; docs/sweep.md lists the fields."""
+    """Return everything as JSON values; docs/launch.md lists the fields."""
     reasons = {failure.run.label: failure.reason for failure in failures}
     return {
         "file": str(sweep.file),
