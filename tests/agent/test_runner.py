@@ -25,6 +25,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.types import FinishReason, Prompt
 from tests.agent.episodes import Policy, agent_config, make_renderer
+from tests.rollout.pool import until
 from tests.sandbox.host import require_bubblewrap
 
 if TYPE_CHECKING:
@@ -198,17 +199,17 @@ async def test_only_so_many_run_at_a_time_and_the_next_starts_at_once(
             started.extend([] if has_to_wait else [number])
 
         tasks = [asyncio.create_task(runner.run(TASK, "key", partial(note, n))) for n in range(4)]
+        await until(lambda: len(started) == 2)
         await asyncio.sleep(0.5)
         assert started == [0, 1]
         tasks[2].cancel()
         tasks[0].cancel()
-        await asyncio.sleep(0.2)
+        await until(lambda: len(started) == 3)
         assert started == [0, 1, 3]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.2)
-        assert [child for worker in workers() for child in worker.children()] == []
+        await until(lambda: not any(worker.children() for worker in workers()))
 
 
 async def test_an_agent_whose_worker_died_starts_again_from_its_record(

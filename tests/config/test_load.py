@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_an_override_that_is_no_assignment_is_refused(folder, override):
     ],
 )
 def test_an_override_that_cannot_be_read_is_refused(folder, override, problem):
+    gc.collect()  # so that nothing is finalized at the limit of recursion
     message = error_of(folder / "base.yaml", override)
     assert re.search(problem, message)
     assert message.startswith("override '")
@@ -200,6 +202,7 @@ def test_an_override_that_cannot_be_read_is_refused(folder, override, problem):
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_its_line(folder, text, place, problem):
+    gc.collect()  # so that nothing is finalized at the limit of recursion
     write(folder, "inherit: a.yaml\n", "b.yaml")
     message = error_of(write(folder, text))
     assert message.startswith(f"configs/a.yaml{place}: ")
