@@ -247,7 +247,7 @@ class BatchTrainer:
         inputs, context = LossInputs(micro_batches), update.context
         if self._groups.is_last_stage:
             inputs = self._stage.collect(policy, micro_batches, context)
-        return replace(inputs, num_passes=int(policy is None))
+        return replace(inputs, num_passes=int(update.split.policy is None))
 
     def _attempt(self, update: Update, inputs: LossInputs, again: str = "") -> Attempt:
         stage = self._stage

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm import prediction
 from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
-from bapo_megatron.algorithm.prediction import Predictor
 from bapo_megatron.config.load import load_config
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.policy.hf_config import read_hf_config_file
@@ -92,15 +92,16 @@ def score(updates: History, bapo: Bapo, steps: int) -> dict[str, Any]:
     """Misses of every predictor in the last ``steps`` updates, and the exits of the searches."""
     first = len(updates) - steps
     missed: dict[str, list[bool]] = {name: [] for name in NAMES}
-    predictor, exits = Predictor(bapo), dict.fromkeys(EXIT_NAMES[:3], 0)
+    recent_K, exits = None, dict.fromkeys(EXIT_NAMES[:3], 0)
     for number, (known_K, total_K) in enumerate(updates):
         decision = bapo.decide(total_K)
         for name, predict in PREDICTORS.items():
             history = updates[:number]
             predicted_K = predict(bapo, history, known_K) if history else known_K
             missed[name].append(not decision[:2].equal(bapo.decide(predicted_K)[:2]))
-        missed[SHIPPED].append(bool(predictor.predict(known_K).misses(decision)))
-        predictor.learn(total_K)
+        shipped = prediction.predict(bapo, known_K, recent_K)
+        missed[SHIPPED].append(not decision[:2].equal(shipped[:2]))
+        recent_K = prediction.remember(recent_K, total_K)
         name = EXIT_NAMES[int(decision[BOUNDS_FIELDS.index("exit")])]
         if number >= first and name in exits:
             exits[name] += 1
