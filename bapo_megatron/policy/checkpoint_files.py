@@ -215,9 +215,7 @@ def check_complete(directory: Path) -> None:
     Damaged shards show only when they are read. Another format is a ``CheckpointError``.
     """
     check_files(directory, read_state(directory))
-    checksums = read_checksums(directory)
-    if checksums is not None:
-        verify_small_files(directory, checksums)
+    read_checksums(directory)
 
 
 def why_incomplete(directory: Path) -> str:
@@ -333,26 +331,24 @@ def write_checksums(directory: Path, pieces: Mapping[str, Mapping[str, str]]) ->
     atomic_write_text(directory / CHECKSUMS_NAME, content + "\n")
 
 
-def read_checksums(directory: Path) -> Checksums | None:
+def read_checksums(directory: Path, *, small_files: bool = True) -> Checksums | None:
     """Read checksums.json; None if there is none, as in checkpoints of other tools.
 
     Raises:
-        DamagedError: It cannot be read.
+        DamagedError: It cannot be read, or, with ``small_files``, one of these has changed since it
+            was written.
     """
     path = directory / CHECKSUMS_NAME
     if not path.is_file():
         return None
     with reading(CHECKSUMS_NAME):
-        return decode_json(Checksums, path.read_bytes())
-
-
-def verify_small_files(directory: Path, checksums: Checksums) -> None:
-    """Raise ``DamagedError`` for a small file that has changed since it was written."""
-    for name, expected in checksums.files.items():
+        checksums = decode_json(Checksums, path.read_bytes())
+    for name, expected in checksums.files.items() if small_files else ():
         with reading(name):
             actual = checksum((directory / name).read_bytes())
         if actual != expected:
             raise DamagedError(f"{name} has changed since it was written")
+    return checksums
 
 
 def remove_unfinished(root: Path) -> None:

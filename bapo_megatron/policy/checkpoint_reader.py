@@ -30,7 +30,6 @@ from bapo_megatron.policy.checkpoint_files import (
     DamagedError,
     read_checksums,
     reading,
-    verify_small_files,
 )
 
 _CHUNK_BYTES = 1 << 20
@@ -66,9 +65,7 @@ class CheckpointReader:
         Pieces are compared with checksums.json, if there is one, when read or passed to ``verify``.
         """
         self._directory = directory
-        self._checksums = read_checksums(directory) if verify else None
-        if self._checksums is not None and small_files:
-            verify_small_files(directory, self._checksums)
+        self._checksums = read_checksums(directory, small_files=small_files) if verify else None
         self.metadata = read_metadata(directory)
         self.places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data or {}
 
