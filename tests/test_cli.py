@@ -145,8 +145,8 @@ def test_torchrun_s_report_ends_with_the_error_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["bounds", "/no/such.npz"], "/no/such.npz: no such file"),
-        (["bounds", "x.npz", "--preset", "papper"], "preset"),
+        (["bounds", "/no/such.parquet"], "/no/such.parquet: no such file"),
+        (["bounds", "x.parquet", "--preset", "papper"], "preset"),
         (["train"], "Missing argument 'CONFIG'"),
         (["trian"], "No such command 'trian'. Did you mean 'train'?"),
         (["grade", "\x1b]0;x\x07"], "␛]0;x␇: no such file"),

@@ -1,7 +1,4 @@
-"""``bapo-megatron bounds``: the trainer's bound search on the tokens in a file.
-
-Shape legend: T = tokens of the file.
-"""
+"""``bapo-megatron bounds``: the trainer's bound search on the tokens of an update."""
 
 import json
 from collections.abc import Sequence
@@ -9,8 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow.parquet as pq
 import torch
 import typer
 from rich.console import Console
@@ -19,15 +14,11 @@ from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.errors import first_line
+from bapo_megatron.data.token_dump import read_token_dump
 from bapo_megatron.ops.contributions import TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
-from bapo_megatron.runtime.calls import shown_value
-from bapo_megatron.runtime.files import open_regular
 from bapo_megatron.telemetry.console import print_table, uncut_console
 
-COLUMNS = ("logprob", "behaviour_logprob", "advantage")
-"""Required columns; ``mask`` may be left out if every token counts."""
 _RESULT_FIELDS = ("clip_low", "clip_high", "positive_share_start", "positive_share", "exit")
 _CANDIDATE_FIELDS = (*_RESULT_FIELDS[:2], "positive", "negative", "positive_share", "passes")
 
@@ -36,22 +27,19 @@ _NEAR_ROWS = 4
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="npz or parquet with the tokens of one update.")],
+    file: Annotated[Path, typer.Argument(help="token dump of one update")],
     preset: Annotated[str, typer.Option(help="paper or recipe")] = "paper",
     contribution: Annotated[
         str | None, typer.Option(help="surrogate (Eq. 8) or gradient (Eq. 5)")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the clip bounds for the tokens in FILE, with the trainer's code.
-
-    FILE has the columns logprob, behaviour_logprob, advantage and, optionally, mask.
-    """
+    """Search the clip bounds for the tokens of an update, in a file of train.dump_tokens."""
     options = {"preset": preset} | ({"contribution": contribution} if contribution else {})
     # The preset also sets dual_clip, which is outside the section ``bapo``.
     config = parse_section(AlgorithmConfig, {"bapo": options}, place="options")
     bapo = config.options(BapoConfig)
-    result, counts = bounds_from_file(file, bapo, config.dual_clip)
+    result, counts = bounds_from_dump(file, bapo, config.dual_clip)
     if as_json:
         typer.echo(json.dumps(to_json_dict(result), indent=2))
     else:
@@ -99,22 +87,22 @@ def print_search(
     print_table(console, "Search path", headings, rows, num_left=1)
 
 
-def bounds_from_file(
+def bounds_from_dump(
     path: Path, config: BapoConfig, dual_clip: float | None = None
 ) -> tuple[SearchResult, TokenCounts]:
-    """Search the bounds for the tokens of one update in a file.
+    """Search the bounds for the tokens of one update in its token dump.
 
-    ``path`` is ``.npz`` or ``.parquet`` with columns logprob, behaviour_logprob and advantage, [T]
-    numbers each, and optionally mask (1: the token counts, 0: it does not). ``dual_clip`` is used
-    by ``contribution: gradient`` only.
+    ``dual_clip`` is used by ``contribution: gradient`` only.
 
     Raises:
-        ValueError: A column is missing or misshapen, or a value is not finite or too large.
+        DumpError: The file is damaged, or not a token dump.
+        ValueError: An advantage is too large.
         OSError: The file cannot be read.
     """
-    columns = _read_tokens(path)
+    columns = read_token_dump(path)
     search = config.search(dual_clip)
-    table = search.contributions(*(torch.from_numpy(column) for column in columns.values()))
+    names = ("logprob", "behaviour_logprob", "advantage", "mask")
+    table = search.contributions(*(torch.from_numpy(columns[name]) for name in names))
     counts = count_tokens(table)
     if counts.out_of_range_tokens:
         raise ValueError(
@@ -122,52 +110,3 @@ def bounds_from_file(
             f"{counts.out_of_range_tokens} tokens; scale the advantages down"
         )
     return search.path(table), counts
-
-
-def _read_tokens(path: Path) -> dict[str, npt.NDArray[np.float32]]:
-    """The four columns as [T] float32, checked, in the order of ``contributions``."""
-    raw = _read_columns(path)
-    if missing := [name for name in COLUMNS if name not in raw]:
-        raise ValueError(f"{path}: column '{missing[0]}' is missing; write one row per token")
-    length = raw[COLUMNS[0]].size
-    raw.setdefault("mask", np.ones(length, dtype=np.float32))
-    columns: dict[str, npt.NDArray[np.float32]] = {}
-    for name in (*COLUMNS, "mask"):
-        if raw[name].dtype.kind not in "fiub" or raw[name].shape != (length,):
-            raise ValueError(
-                f"{path}: column '{name}' must hold {length} numbers, one per token, got "
-                f"{raw[name].dtype} of shape {list(raw[name].shape)}; write one row per token"
-            )
-        with np.errstate(over="ignore"):
-            columns[name] = np.ascontiguousarray(raw[name], dtype=np.float32)
-    is_counted = columns["mask"] == 1
-    wrong = {"mask": ~is_counted & (columns["mask"] != 0)}
-    wrong |= {name: is_counted & ~np.isfinite(columns[name]) for name in COLUMNS}
-    for name, is_wrong in wrong.items():
-        for index in np.flatnonzero(is_wrong)[:1]:
-            rule = "0 or 1" if name == "mask" else "a finite float32"
-            raise ValueError(
-                f"{path}: {name}[{index}] is {raw[name][index]}, must be {rule}; repair the value, "
-                "or set its mask to 0"
-            )
-    return columns
-
-
-def _read_columns(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The columns of the file that are used."""
-    if path.suffix not in (".npz", ".parquet"):
-        raise ValueError(f"{path}: must end in .npz or .parquet; save the columns as one of these")
-    names = (*COLUMNS, "mask")
-    with open_regular(path) as stream:
-        try:
-            if path.suffix == ".npz":
-                with np.lib.npyio.NpzFile(stream, allow_pickle=False) as archive:
-                    return {name: archive[name] for name in names if name in archive.files}
-            table = pq.ParquetFile(stream)
-            present = [name for name in names if name in table.schema_arrow.names]
-            return {name: table.read([name])[name].to_numpy() for name in present}
-        except Exception as error:  # parsers of zip, npy and parquet raise any type
-            problem = shown_value(first_line(error))
-            if "allow_pickle" in problem:  # NumPy's advice, which would run code
-                problem = "it holds Python objects"
-            raise ValueError(f"{path}: cannot be read ({problem}); write the file again") from error

@@ -1,4 +1,4 @@
-"""Bounds of tokens in a file."""
+"""Bounds of the tokens in a dump."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.algorithm.objectives.bapo import BapoConfig
-from bapo_megatron.commands.bounds import bounds_from_file, to_json_dict
+from bapo_megatron.commands.bounds import bounds_from_dump, to_json_dict
+from bapo_megatron.data.token_dump import TOKEN_COLUMNS, write_token_dump
 
 CONFIG = BapoConfig.model_validate(
     {
@@ -27,23 +26,22 @@ def columns() -> dict[str, np.ndarray]:
     """P(1) = 1, P(1.25) = 1.25; N(0.6) = 2 · max(0.75, 0.6) = 1.5; the last token is masked."""
     return {
         "logprob": np.log(np.array([2.0, 0.75, 9.0])),
-        "behaviour_logprob": np.zeros(3),
         "advantage": np.array([1.0, -2.0, 100.0]),
         "mask": np.array([1, 1, 0]),
     }
 
 
-def write(path: Path, values: dict[str, np.ndarray]) -> Path:
-    if path.suffix == ".npz":
-        np.savez(path, **values)
-    else:
-        pq.write_table(pa.table({name: pa.array(list(v)) for name, v in values.items()}), path)
+def write(directory: Path, values: dict[str, np.ndarray]) -> Path:
+    """Dump these columns, μ = 0, and whatever stands in the others."""
+    zero, one = np.zeros(len(values["logprob"])), np.ones(len(values["logprob"]))
+    others = dict.fromkeys(TOKEN_COLUMNS, zero) | {"mask": one}
+    path = directory / "tokens.parquet"
+    write_token_dump(path, others | values)
     return path
 
 
-@pytest.mark.parametrize("name", ["tokens.npz", "tokens.parquet"])
-def test_the_report_of_a_batch_computed_by_hand(tmp_path: Path, name: str) -> None:
-    result, counts = bounds_from_file(write(tmp_path / name, columns()), CONFIG)
+def test_the_report_of_a_batch_computed_by_hand(tmp_path: Path) -> None:
+    result, counts = bounds_from_dump(write(tmp_path, columns()), CONFIG)
     answer = json.loads(json.dumps(to_json_dict(result)))
     candidates = answer.pop("candidates")
     assert answer == {
@@ -62,22 +60,15 @@ def test_the_report_of_a_batch_computed_by_hand(tmp_path: Path, name: str) -> No
     assert (counts.positive_tokens, counts.negative_tokens) == (1, 1)
 
 
-def test_without_a_mask_every_token_counts(tmp_path: Path) -> None:
-    values = columns()
-    del values["mask"]
-    result, counts = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
-    assert (counts.positive_tokens, result.exit) == (2, "start")
-
-
 def test_an_empty_file_gives_the_start_and_what_is_masked_may_hold_anything(
     tmp_path: Path,
 ) -> None:
     values = columns()
     values["logprob"][2] = np.nan
-    result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
+    result, _ = bounds_from_dump(write(tmp_path, values), CONFIG)
     assert result.exit == "met"
     values = {name: column[:0] for name, column in columns().items()}
-    result, _ = bounds_from_file(write(tmp_path / "tokens.npz", values), CONFIG)
+    result, _ = bounds_from_dump(write(tmp_path, values), CONFIG)
     assert result.exit == "start"
 
 
@@ -91,10 +82,9 @@ def test_the_command_prints_the_decision_as_json_and_for_people(
 ) -> None:
     values = {
         "logprob": np.log([2.0, 1.0, 1.0]),
-        "behaviour_logprob": np.zeros(3),
         "advantage": np.array([1.0, -1.0, -1.2]),
     }
-    path = write(tmp_path / "tokens.npz", values)
+    path = write(tmp_path, values)
     report = json.loads(printed(capsys, path, "--preset", "paper", "--json"))
     # P = min(2, c), N = 2.2: P / (P + N) >= 0.4 needs c >= 1.4667, so 1.5 on the grid.
     assert (report["clip_low"], report["clip_high"], report["exit"]) == (0.6, 1.5, "met")
@@ -119,61 +109,16 @@ def test_the_command_uses_the_dual_clip_of_the_recipe(
 ) -> None:
     values = {
         "logprob": np.log([1.0, 4.0, 1.0]),
-        "behaviour_logprob": np.zeros(3),
         "advantage": np.array([1.0, -1.0, -0.25]),
     }
-    path = write(tmp_path / "tokens.npz", values)
+    path = write(tmp_path, values)
     options = ("--preset", "recipe", "--contribution", "gradient", "--json")
     # The ratio of 4 is above the dual clip of 3: P = 1, N = 0.25. With it the share were 1 / 5.25.
     share = json.loads(printed(capsys, path, *options))["positive_share_start"]
     assert share == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"advantage": None}, "column 'advantage' is missing"),
-        ({"advantage": None, "prompt": np.array(["a", "b", "c"])}, "column 'advantage' is missing"),
-        ({"advantage": np.zeros(2)}, r"column 'advantage' .* shape \[2\]"),
-        ({"logprob": np.zeros((3, 1))}, r"column 'logprob' .* shape \[3, 1\]"),
-        ({"logprob": np.float32(1)}, r"column 'logprob' .* shape \[\]"),
-        ({"logprob": np.array(["a", "b", "c"])}, "column 'logprob' .* got <U1"),
-        ({"logprob": np.array([0.0, np.nan, 0.0])}, r"logprob\[1\] is nan"),
-        ({"advantage": np.array([np.inf, 0, 0])}, r"advantage\[0\] is inf"),
-        ({"advantage": np.array([1e300, 0, 0])}, r"advantage\[0\] is 1e\+300"),
-        ({"mask": np.array([1.0, 0.5, 0.0])}, r"mask\[1\] is 0.5"),
-        ({"advantage": np.array([0, -300.0, 0])}, "advantage: .* for 1 tokens"),
-    ],
-)
-def test_columns_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, change: dict[str, np.ndarray | None], place: str
-) -> None:
-    values = {k: v for k, v in {**columns(), **change}.items() if v is not None}
-    path = write(tmp_path / "tokens.npz", values)
-    with pytest.raises(ValueError, match=rf"tokens\.npz: {place}") as caught:
-        bounds_from_file(path, CONFIG)
-    assert "\n" not in str(caught.value)
-
-
-def test_nulls_and_nested_rows_of_parquet_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.parquet"
-    table = pa.table({"logprob": [0.0, None], "behaviour_logprob": [0.0, 0], "advantage": [1.0, 1]})
-    pq.write_table(table, path)
-    with pytest.raises(ValueError, match=r"logprob\[1\] is nan"):
-        bounds_from_file(path, CONFIG)
-    pq.write_table(table.set_column(0, "logprob", [[[0.0, 1.0], [2.0]]]), path)
-    with pytest.raises(ValueError, match=r"column 'logprob' .* got object"):
-        bounds_from_file(path, CONFIG)
-
-
-@pytest.mark.parametrize("name", ["tokens.npz", "tokens.parquet"])
-def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / name, columns())
-    path.write_bytes(path.read_bytes()[:-40])
-    objects = write(tmp_path / "o.npz", {**columns(), "advantage": np.array([{}, {}, {}])})
-    for file in (path, objects):
-        with pytest.raises(ValueError, match=rf"{file.name}: cannot be read") as caught:
-            bounds_from_file(file, CONFIG)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"must end in \.npz or \.parquet"):
-        bounds_from_file(tmp_path / "tokens.csv", CONFIG)
+def test_an_advantage_that_the_search_cannot_count_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, columns() | {"advantage": np.array([0, -300.0, 0])})
+    with pytest.raises(ValueError, match=r"tokens\.parquet: advantage: .* for 1 tokens"):
+        bounds_from_dump(path, CONFIG)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from bapo_megatron.data.dump import write_texts
+from bapo_megatron.data.token_dump import TOKEN_COLUMNS, write_token_dump
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.evaluation.samples import write_settings
 from bapo_megatron.types import SampleText
@@ -79,14 +80,8 @@ def make_intact(root: Path) -> None:
     write_results([result({"a:0": ["2", "3"]}, settings=SETTINGS)], root / "eval.json")
     graded = [{"response": r"\boxed{2}", "answer": "2"}, {"response": "no", "answer": 3}]
     (root / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in graded))
-    tokens = {
-        "logprob": np.log(np.array([2.0, 0.75, 9.0])),
-        "behaviour_logprob": np.zeros(3),
-        "advantage": np.array([1.0, -2.0, 100.0]),
-        "mask": np.array([1, 1, 0]),
-    }
-    np.savez(root / "tokens.npz", **tokens)
-    pq.write_table(pa.table(tokens), root / "tokens.parquet")
+    tokens = {name: np.ones(3) for name in TOKEN_COLUMNS}
+    write_token_dump(root / "tokens.parquet", tokens | {"logprob": np.log([2.0, 0.75, 9.0])})
     make_run(root / "made")
     for arguments in (
         ["train", str(root / "replay.yaml"), "log.console=false"],

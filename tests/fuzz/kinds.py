@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
@@ -247,25 +246,13 @@ def graded(intact: Path, files: Path, rng: Random) -> Case:
     return Case(f"grade {name}", (name, *[field] * is_wrong), is_wrong)
 
 
-# --- archives, metrics and checkpoints --------------------------------------------------------
-
-BAD_COLUMNS = (
-    *(np.full(3, np.nan), np.full(3, 1e308), np.zeros(2), np.zeros((3, 1)), np.float64(1)),
-    *(np.array(["a", "b", "c"]), np.array([1 + 2j, 0, 0]), np.full(3, 7), np.zeros(3, "M8[s]")),
-    np.zeros(3, [("a", "f4")]),
-)
+# --- token dumps, metrics and checkpoints -----------------------------------------------------
 
 
-def archive(intact: Path, files: Path, rng: Random) -> Case:
-    name = harm.pick(rng, ("tokens.npz", "tokens.parquet"))
-    if rng.random() < 0.5:
-        harm.copied(intact, files, name)
-        return Case(f"bounds {name}", (name,), harm.damaged(files / name, rng))
-    columns = dict(np.load(intact / "tokens.npz"))
-    field = harm.pick(rng, sorted(columns))
-    columns[field] = harm.pick(rng, BAD_COLUMNS)
-    np.savez(files / "tokens.npz", **columns)
-    return Case("bounds tokens.npz", ("tokens.npz", field))
+def token_dump(intact: Path, files: Path, rng: Random) -> Case:
+    harm.copied(intact, files, "tokens.parquet")
+    change = harm.damaged(files / "tokens.parquet", rng)
+    return Case("bounds tokens.parquet", ("tokens.parquet",), change)
 
 
 def metrics(intact: Path, files: Path, rng: Random) -> Case:
@@ -318,7 +305,7 @@ KINDS = {
     "settings": (settings, 4),
     "results": (results, 6),
     "graded": (graded, 3),
-    "archive": (archive, 8),
+    "token dump": (token_dump, 5),
     "metrics": (metrics, 6),
     "resumed": (resumed, 3),
     "checkpoint": (checkpoint, 3),

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -253,12 +252,6 @@ def tokens(name: str, content: bytes) -> Known:
     return Known(f"bounds {name}", (name,), written(name, content))
 
 
-def objects(files: Path) -> None:
-    """An archive with objects, for which NumPy advises ``allow_pickle``."""
-    columns = dict(np.load(files / "tokens.npz"))
-    np.savez(files / "tokens.npz", **{**columns, "advantage": np.array([{}, {}, {}])})
-
-
 def prompts(name: str, change: Callable[[Path], Any]) -> Known:
     return Known(f"{SHOW} data.train.path={{files}}/{name}", (name,), change)
 
@@ -282,16 +275,7 @@ def without_layout(tree: Any) -> None:
 STATE = "run/checkpoints/step_1/state.json"
 INIT = "--model {intact}/model --data {intact}/train.jsonl"
 FILES = {
-    "npy under npz": tokens("tokens.npz", harm.OTHER_FORMATS["npy"]),
-    "pickle under npz": tokens("t.npz", harm.OTHER_FORMATS["pickle"]),
     "npy under parquet": tokens("t.parquet", harm.OTHER_FORMATS["npy"]),
-    "npz of objects": Known("bounds tokens.npz", ("tokens.npz",), objects, "tokens.npz"),
-    "npz with a flipped name": Known(
-        "bounds tokens.npz",
-        ("tokens.npz",),
-        flipped("tokens.npz", lambda c: c.index(b"advantage.npy") + len("advantage"), 1),
-        "tokens.npz",
-    ),
     "zip under jsonl": prompts("p.jsonl", written("p.jsonl", harm.OTHER_FORMATS["zip"])),
     "JSON nested deeply": prompts("p.json", written("p.json", b"[" * harm.DEEP)),
     "number of 5,000 digits": prompts("p.json", written("p.json", harm.DIGITS.encode())),
@@ -362,7 +346,9 @@ FILES = {
         ("servers", "named pipe"),
         piped("servers"),
     ),
-    "bounds of a named pipe": Known("bounds t.npz", ("t.npz", "named pipe"), piped("t.npz")),
+    "bounds of a named pipe": Known(
+        "bounds t.parquet", ("t.parquet", "named pipe"), piped("t.parquet")
+    ),
 }
 
 
