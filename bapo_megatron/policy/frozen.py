@@ -9,11 +9,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from bapo_megatron.config.megatron import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.config.scorers import FrozenModelConfig
 from bapo_megatron.policy.hf_weights import find_tensors, load_weights, local_weights
 from bapo_megatron.policy.model import Model
-from bapo_megatron.runtime.distributed import ProcessGroups
 
 
 @dataclass(eq=False, repr=False)
@@ -28,41 +25,19 @@ class FrozenModel:
     """Weights that are kept in host memory between passes."""
 
     @classmethod
-    def build(
-        cls,
-        config: FrozenModelConfig,
-        policy: ModelConfig,
-        parallel: ParallelConfig,
-        megatron: MegatronConfig,
-        groups: ProcessGroups,
-        *,
-        returns_hidden_states: bool,
-        keeps_head: bool = False,
-    ) -> Self:
-        """Build the model at ``config.path``, or else the policy's; a collective of all ranks.
+    def freeze(cls, model: Model, *, on_host: bool, keeps_head: bool = False) -> Self:
+        """Stop the training of a model.
 
         Args:
-            config: Where the weights come from and where they are kept.
-            policy: Gives the dtype, and the path if ``config`` has none.
-            parallel: The policy's layout.
-            megatron: The policy's settings.
-            groups: The policy's groups.
-            returns_hidden_states: See ``Model.build``.
-            keeps_head: Whether the language-model head stays on the device with ``memory: host``.
-
-        Raises:
-            ValueError: The model is unusable, or does not fit the layout.
+            model: A model of its own, without adapters.
+            on_host: Whether its weights are in host memory between passes.
+            keeps_head: Whether the language-model head stays on the device nevertheless.
         """
-        changes = {"path": config.path or policy.path, "lora": LoraConfig()}
-        source = policy.model_copy(update=changes)
-        model = Model.build(
-            source, parallel, megatron, groups, returns_hidden_states=returns_hidden_states
-        )
         frozen = cls(model)
         head = model.head.weight if keeps_head and model.head is not None else None
         for parameter in (p for chunk in model.chunks for p in chunk.parameters()):
             parameter.requires_grad_(False)
-            if config.memory == "host" and parameter is not head:
+            if on_host and parameter is not head:
                 waiting = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
                 frozen._host[parameter] = waiting.copy_(parameter.data)
         frozen._release()

@@ -97,7 +97,9 @@ def _holders(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> list[int]:
     if weight.expert is not None and hf.experts is not None:
         num_parts = groups.expert_tensor.size()
         first = weight.expert // (hf.experts.num // groups.expert.size()) * num_parts
-    return [groups.rank_in_stage(stage, first + part) for part in range(num_parts)]
+    # Within a stage ranks are numbered tensor first, or for experts expert-tensor, then expert.
+    first += stage * (groups.world_size // groups.pipeline.size())
+    return list(range(first, first + num_parts))
 
 
 def _shards(

@@ -81,14 +81,6 @@ class ProcessGroups:
         """Whether this rank sees logits."""
         return self.pipeline.rank() == self.pipeline.size() - 1
 
-    def rank_in_stage(self, stage: int, number: int) -> int:
-        """Return the global rank of the ``number``-th rank of a pipeline stage.
-
-        Ranks are numbered tensor first, then context, data, pipeline; for experts expert-tensor
-        first, then expert, expert-data, pipeline.
-        """
-        return stage * (self.world_size // self.pipeline.size()) + number
-
 
 def init_world(timeout_s: float) -> tuple[torch.device, dist.ProcessGroup]:
     """Join the process group that torchrun's environment describes.

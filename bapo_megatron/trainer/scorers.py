@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import RESPONSE_UNIT, sum_over_responses
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
@@ -38,6 +39,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
 )
 from bapo_megatron.policy.frozen import FrozenModel
+from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -52,9 +54,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
+    from bapo_megatron.config.scorers import FrozenModelConfig
     from bapo_megatron.ops.chunked import OutputHead
     from bapo_megatron.ops.logprob import TokenLogprobs
-    from bapo_megatron.policy.model import Model
     from bapo_megatron.trainer.split import SplitUpdate
     from bapo_megatron.types import MicroBatch, RolloutBatch
 
@@ -263,16 +265,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     scorers: list[FrozenScorer] = []
     for key, model in config.algorithm.frozen_models.items():
         keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
-        build: Callable[[], FrozenModel] = partial(
-            FrozenModel.build,
-            model,
-            config.model,
-            config.parallel,
-            config.megatron,
-            groups,
-            returns_hidden_states=config.ops.logits_chunk_tokens > 0,
-            keeps_head=keeps_hidden,
-        )
+        build = partial(_build_frozen, model, config, groups, keeps_head=keeps_hidden)
         if key == REFERENCE_KEY and config.reference_is_base:
             build = partial(FrozenModel, policy)
         scorer = FrozenScorer(
@@ -290,6 +283,20 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
         columns = (TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)[: 3 if has_top else 1]
         return (*scorers, EngineTeacher(columns, distillation.top_k))
     return tuple(scorers)
+
+
+def _build_frozen(
+    frozen: FrozenModelConfig, config: RunConfig, groups: ProcessGroups, *, keeps_head: bool
+) -> FrozenModel:
+    changes = {"path": frozen.path or config.model.path, "lora": LoraConfig()}
+    model = Model.build(
+        config.model.model_copy(update=changes),
+        config.parallel,
+        config.megatron,
+        groups,
+        returns_hidden_states=config.ops.logits_chunk_tokens > 0,
+    )
+    return FrozenModel.freeze(model, on_host=frozen.memory == "host", keeps_head=keeps_head)
 
 
 def reference_updater(

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.config.schema import OpsConfig
-from bapo_megatron.config.scorers import TeacherConfig
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.policy.frozen import FrozenModel
+from bapo_megatron.policy.model import Model
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.scorers import FrozenScorer
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bapo_megatron.policy.model import Model
 
 pytestmark = pytest.mark.distributed
 
@@ -258,15 +257,14 @@ def distill(model_dir: Path, teacher: Path, dump: Path, sizes: dict[str, Any]) -
             algorithm = {**PLAIN, "advantage": "distill", "distillation": distillation}
 
             def build() -> FrozenModel:
-                return FrozenModel.build(
-                    TeacherConfig(path=teacher, memory="host"),
-                    ModelConfig(path=model_dir, dtype="float32"),
+                model = Model.build(
+                    ModelConfig(path=teacher, dtype="float32"),
                     ParallelConfig.model_validate(sizes),
                     MegatronConfig(),
                     groups,
                     returns_hidden_states=True,
-                    keeps_head=True,
                 )
+                return FrozenModel.freeze(model, on_host=True, keeps_head=True)
 
             def output_of(model: Model) -> PolicyOutput:
                 return PolicyOutput.of(model, OpsConfig.model_validate(ops), TEMPERATURE)

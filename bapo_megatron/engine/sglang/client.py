@@ -245,15 +245,13 @@ class SglangClient:
         if self._model is not None:
             served = await self._ask("/model_info", itemgetter("architectures"))
             protocol.check_architecture(self.address, served, self._model)
-        if self._returns_routes:
-            parse = itemgetter("enable_return_routed_experts")
-            if not await self._ask("/server_info", parse):
-                raise RolloutError(
-                    f"{self.address}: returns no experts of tokens, which algorithm.router_replay: "
-                    "rollout needs; start it with --enable-return-routed-experts"
-                )
+        info = await self._ask("/server_info", dict)
+        if self._returns_routes and not info.get("enable_return_routed_experts"):
+            raise RolloutError(
+                f"{self.address}: returns no experts of tokens, which algorithm.router_replay: "
+                "rollout needs; start it with --enable-return-routed-experts"
+            )
         if self._settings is not None:
-            info = await self._ask("/server_info", dict)
             with self._checked("/server_info"):
                 protocol.check_sampling(self.address, info, self._settings)
         await self.resume()

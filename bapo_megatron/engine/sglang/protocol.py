@@ -30,7 +30,6 @@ from bapo_megatron.engine.base import (
     Capabilities,
     GenerateRequest,
     LoadReport,
-    SamplingSettings,
     Scores,
 )
 from bapo_megatron.engine.sglang.settings import ALGORITHMS, VERSION
@@ -41,35 +40,32 @@ _BEGIN = b"data: "
 
 
 def stream_body(request: GenerateRequest) -> dict[str, Any]:
-    """Return the body of a streaming request, without its id."""
-    sampling_params = _sampling_params(request.sampling)
+    """Return the body of a streaming request, without its id.
+
+    It has every setting, so that no default of the server applies. Servers honour the seed only
+    with ``--enable-deterministic-inference``.
+    """
+    sampling = request.sampling
     body: dict[str, Any] = {
         "input_ids": list(request.input_ids),
-        "sampling_params": {**sampling_params, "stream_interval": request.stream_tokens},
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "sampling_seed": sampling.seed,
+            "stream_interval": request.stream_tokens,
+        },
         "return_logprob": request.return_logprobs,
         "stream": True,
     }
     if request.routes_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return body
-
-
-def _sampling_params(sampling: SamplingSettings) -> dict[str, float | int]:
-    """Return every setting, so that no default of the server applies.
-
-    Servers honour the seed only with ``--enable-deterministic-inference``.
-    """
-    return {
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_new_tokens,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "sampling_seed": sampling.seed,
-    }
 
 
 @dataclass(slots=True)

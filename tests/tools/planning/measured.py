@@ -28,10 +28,10 @@ from bapo_megatron.config.megatron import (
     OptimizerConfig,
     ParallelConfig,
 )
-from bapo_megatron.config.scorers import FrozenModelConfig
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything, wrap_for_precision
+from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.optimizer import build_optimizer, wrap_for_data_parallel
 from tests.policy.fake_world import fake_world, stage_parameters
 from tests.policy.tiny_models import make_model
@@ -83,15 +83,10 @@ def _frozen_parameters(source: Path, parallel: ParallelConfig, stage: int) -> tu
     with fake_world(parallel, stage * parallel.tensor) as played:
         groups = replace(played, device=torch.device("cpu"))
         seed_everything(0, groups)
-        built = FrozenModel.build(
-            FrozenModelConfig(path=source, memory="host"),
-            ModelConfig(path=source),
-            parallel,
-            MegatronConfig(),
-            groups,
-            returns_hidden_states=True,
-            keeps_head=True,
+        model = Model.build(
+            ModelConfig(path=source), parallel, MegatronConfig(), groups, returns_hidden_states=True
         )
+        built = FrozenModel.freeze(model, on_host=True, keeps_head=True)
         total = sum(p.numel() for chunk in built.model.chunks for p in chunk.parameters())
         return total, sum(waiting.numel() for waiting in built._host.values())
 
