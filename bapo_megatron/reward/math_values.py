@@ -221,7 +221,8 @@ def is_affordable(expression: Any) -> bool:
                 return False
         if isinstance(node, sympy.Pow | sympy.factorial | sympy.binomial) and node.is_number:
             size = sympy.Abs(node.evalf(5))
-            if node.args[-1].is_infinite or (size.is_Float and not _is_written(size)):
+            is_number = size.is_Float and size
+            if node.args[-1].is_infinite or (is_number and not 1 / _MAX_SIZE <= size <= _MAX_SIZE):
                 return False
     return True
 
@@ -230,7 +231,3 @@ def _has_tower(expression: Any, height: int) -> bool:
     """Whether more than ``height`` exponents with letters stand in one another."""
     powers = (power for power in expression.atoms(sympy.Pow, sympy.exp) if power.free_symbols)
     return any(not height or _has_tower(power.exp, height - 1) for power in powers)
-
-
-def _is_written(size: sympy.Float) -> bool:
-    return not size or bool(1 / _MAX_SIZE <= size <= _MAX_SIZE)

@@ -235,17 +235,18 @@ class WorkerPool:
 
 def _starved_s(pid: int) -> float:
     """Return how long a process waited for a processor; 0 if the kernel does not count it."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+    return _proc_number(pid, "schedstat", 1) / 1e9
 
 
 def _size(pid: int) -> int:
     """Return the bytes of a process's address space; 0 if it has exited."""
+    return _proc_number(pid, "statm", 0) * resource.getpagesize()
+
+
+def _proc_number(pid: int, name: str, index: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:
+        return int(Path(f"/proc/{pid}/{name}").read_text().split()[index])
+    except (OSError, IndexError):
         return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from bapo_megatron.config.schema import RunConfig
@@ -210,7 +211,7 @@ def next_steps(config: RunConfig) -> list[str]:
 
 
 def _table(config: RunConfig, summary: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{config.run_dir}, seed {config.seed}", show_header=False)
+    table = Table(title=f"{escape(str(config.run_dir))}, seed {config.seed}", show_header=False)
     score = "avg@k"
     for dataset in config.eval.sets[:1]:
         score = f"avg@{config.eval.sampling_of(dataset).samples_per_prompt}"
