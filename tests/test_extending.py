@@ -18,7 +18,6 @@ from bapo_megatron.algorithm.loss import differentiate
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.reward.base import SampleFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,18 +74,6 @@ def test_the_advantage_of_the_page_centres_by_length(printed: str) -> None:
     advantages = Advantages(f"{printed}:centred_by_length")
     groups: Any = [SimpleNamespace(samples=samples)]
     assert advantages.compute(groups).tolist() == [[0.75, -0.25]]
-
-
-def test_the_rewards_of_the_page_give_what_it_says(printed: str) -> None:
-    page = sys.modules[printed]
-    short, long = SampleFacts(num_tokens=200), SampleFacts(num_tokens=201)
-    assert page.short_and_right(r"It is \boxed{7}", "7", short) == 1.0
-    assert page.short_and_right(r"It is \boxed{7}", "7", long) == 0.0
-    assert page.short_and_right(r"It is \boxed{17}", "7", short) == 0.0
-    assert page.short_and_right(r"\boxed{7}, no, \boxed{8}", "7", short) == 0.0
-    assert page.short_and_right("It is 7", "7", short) == 0.0
-    assert page.shared_success([1.0, 0.0, 1.2, 0.5]) == [0.5, 0.0, 0.5, 0.0]
-    assert page.shared_success([0.0, 0.0]) == [0.0, 0.0]
 
 
 def test_the_engine_of_the_page_is_found_and_refuses_by_key(printed: str) -> None:

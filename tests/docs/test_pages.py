@@ -79,7 +79,7 @@ def test_the_changelog_lists_versions_from_the_newest_and_five_kinds_of_changes(
     numbers = [tuple(map(int, version.groups()[:3])) for version in versions if version]
     assert len(numbers) == len(released)
     assert numbers == sorted(set(numbers), reverse=True)
-    assert tuple(map(int, __version__.split("."))) in numbers
+    assert __version__ in {".".join(map(str, number)) for number in numbers}
     kinds = set(re.findall(r"^### (.+)$", CHANGELOG, re.MULTILINE))
     assert kinds == {"Upgrading", "Added", "Changed", "Fixed", "Removed"}
 
