@@ -43,7 +43,7 @@ def test_the_environment_of_the_page_is_the_one_that_is_tested() -> None:
 
 @pytest.mark.parametrize(
     ("name", "decision_size"),
-    [("cispo", 0), ("Gspo", 0), ("QuantileClip", 1), ("PredictedQuantileClip", 1)],
+    [("cispo", 0), ("QuantileClip", 1), ("PredictedQuantileClip", 1)],
 )
 def test_objectives_of_the_page_are_taken(printed: str, name: str, decision_size: int) -> None:
     loaded = load_objective(AlgorithmConfig(objective=f"{printed}:{name}"))
