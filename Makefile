@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTHON ?=
 SEED ?= 0
 CASES ?= 2400
-# Of tests of one kind, one runs; CI, which sets CI=true, runs all.
+# Tests marked exhaustive run only with CI=true.
 TEST_MARKS ?= $(if $(CI),,not exhaustive)
 # Workers often wait for servers and ranks that they started: more of them than cores.
 TEST_WORKERS ?= 3

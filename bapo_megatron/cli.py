@@ -49,7 +49,7 @@ COMMANDS = {
     "data": "Show the prompts of a run before it starts.",
     "samples": "Read a step's responses in the terminal, sorted and filtered.",
     "grade": "Score the responses in a file with the rewards of a run.",
-    "bounds": "Search the clip bounds for the tokens in a file, as training does.",
+    "bounds": "Search the clip bounds for the tokens of an update, as training does.",
     "plot": "Draw the training dynamics of one or more runs as a PNG.",
     "report": "Write an HTML page about one or more runs: curves, checks, rollouts to read.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",

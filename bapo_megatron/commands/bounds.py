@@ -14,6 +14,7 @@ from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.load import parse_section
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.token_dump import read_token_dump
 from bapo_megatron.ops.contributions import TokenCounts, count_tokens
 from bapo_megatron.ops.extension import SearchResult
@@ -95,13 +96,22 @@ def bounds_from_dump(
     ``dual_clip`` is used by ``contribution: gradient`` only.
 
     Raises:
-        DumpError: The file is damaged, or not a token dump.
+        DumpError: The file is damaged, not a token dump, or has values that no update has.
         ValueError: An advantage is too large.
         OSError: The file cannot be read.
     """
     columns = read_token_dump(path)
     search = config.search(dual_clip)
     names = ("logprob", "behaviour_logprob", "advantage", "mask")
+    is_counted = columns["mask"] == 1
+    wrong = {"mask": ~is_counted & (columns["mask"] != 0)}
+    wrong |= {name: is_counted & ~np.isfinite(columns[name]) for name in names[:3]}
+    for name, is_wrong in wrong.items():
+        for index in np.flatnonzero(is_wrong)[:1]:
+            rule = "0 or 1" if name == "mask" else "finite where the mask is 1"
+            raise DumpError(
+                f"{path}: {name}[{index}] is {columns[name][index]}, must be {rule}; dump it again"
+            )
     table = search.contributions(*(torch.from_numpy(columns[name]) for name in names))
     counts = count_tokens(table)
     if counts.out_of_range_tokens:

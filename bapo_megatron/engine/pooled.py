@@ -231,7 +231,7 @@ class EngineStates:
         """Wait for a condition for at most ``rollout.health.patience_s``."""
         patience_s = self._health.patience_s
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(self._patience_left_s()):
                 while not is_met():
                     await self.wait_for_news()
         except TimeoutError:
@@ -240,6 +240,9 @@ class EngineStates:
                 f"{self.describe()}; {remedy}"
             ) from None
         self._raise_refusal()
+
+    def _patience_left_s(self) -> float:
+        return self._health.patience_s
 
     def wake(self) -> None:
         """Wake everything that waits for news."""
@@ -270,7 +273,7 @@ class EngineStates:
             pooled.engine.give_up(reason)
 
     def leave_out(self, pooled: PooledEngine, reason: str) -> None:
-        """Stop using an engine, which may still end the requests that it has."""
+        """Stop using an engine; its requests in flight may still finish."""
         if not pooled.is_lost:
             self._warn(pooled, f"is lost: {reason}")
             pooled.version, pooled.is_unproven, pooled.is_paused = None, True, False
@@ -385,11 +388,13 @@ class TeacherStates(EngineStates):
     def __init__(self, engines: Sequence[Engine], config: RolloutConfig) -> None:
         super().__init__(engines, config, None)
         self.requests = {pooled: set[asyncio.Timeout]() for pooled in self.engines}
-        """The time limits of requests in flight, which end once their engine is lost."""
+        """The time limits of requests in flight; a failed poll ends them."""
         self._versions: dict[PooledEngine, str] = {}
+        self._lost_s = time.monotonic()
+        """When the last engine was lost."""
 
     async def wait_for_engines(self, report: Callable[[str], None] = lambda line: None) -> None:
-        """Wait until one is usable and all were asked; raise as ``wait_usable``."""
+        """Wait until one is usable and each has been polled once; raises as ``wait_usable``."""
         self.watch()
         with reporting(lambda: report(teacher_text(f"waiting for the teacher: {self.describe()}"))):
             await self.wait_usable()
@@ -402,6 +407,18 @@ class TeacherStates(EngineStates):
     def mark_lost(self, pooled: PooledEngine, reason: str) -> None:
         """See ``EngineStates``; ``Engine.give_up`` does not end calls of ``score``."""
         super().mark_lost(pooled, reason)
+        self._end_requests(pooled)
+
+    def leave_out(self, pooled: PooledEngine, reason: str) -> None:
+        """See ``EngineStates``; patience counts from now on."""
+        if not pooled.is_lost:
+            self._lost_s = time.monotonic()
+        super().leave_out(pooled, reason)
+
+    def _patience_left_s(self) -> float:
+        return self._health.patience_s - (time.monotonic() - self._lost_s)
+
+    def _end_requests(self, pooled: PooledEngine) -> None:
         for limit in self.requests[pooled]:
             if not limit.expired():
                 limit.reschedule(time.monotonic())
@@ -410,9 +427,14 @@ class TeacherStates(EngineStates):
         _LOG.warning("the teacher at %s %s", pooled.address, teacher_text(event))
 
     async def _admit(self, pooled: PooledEngine) -> None:
-        with naming_teacher():
-            await pooled.engine.capabilities()
-            await pooled.engine.check()
+        try:
+            async with asyncio.timeout(self._health.timeout_s):
+                with naming_teacher():
+                    await pooled.engine.capabilities()
+                    await pooled.engine.check()
+        except (ServerError, TimeoutError):
+            self._end_requests(pooled)
+            raise
 
     def _take_answer(self, pooled: PooledEngine, reported: str) -> None:
         """Use an engine again if it still has its weights."""
@@ -421,6 +443,7 @@ class TeacherStates(EngineStates):
                 f"{TEACHER_KEY}.servers: {pooled.address} has no weights; start it with serve "
                 "--teacher"
             )
+        is_known = pooled in self._versions
         if (first := self._versions.setdefault(pooled, reported)) != reported:
             raise RolloutError(
                 f"{TEACHER_KEY}.servers: the weights of {pooled.address} must not change, got "
@@ -428,6 +451,6 @@ class TeacherStates(EngineStates):
                 "servers of its own"
             )
         if pooled.is_lost:
-            self._warn(pooled, "answers again")
+            self._warn(pooled, "answers again" if is_known else "joins the run")
         pooled.version = reported
         self._move(pooled, EngineState.USABLE, "")

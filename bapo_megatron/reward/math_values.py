@@ -25,7 +25,7 @@ _MAX_SIZE = sympy.Float("1e20000")
 _MAX_TERMS = 2000
 """Of a sum, or of a sum's expanded power."""
 _MAX_TOWER = 3
-"""Exponents in exponents with letters; of higher ones, no value can be computed."""
+"""Height of a tower of exponents with letters; the values of higher ones cannot be computed."""
 _LOST = mpmath.mpf(2) ** -200
 """An imaginary part this much smaller than its number is rounding."""
 _CLEARLY = 1e-50

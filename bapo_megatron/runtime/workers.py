@@ -1,14 +1,15 @@
 """Worker processes under limits, for code that may hang, crash or exhaust memory.
 
 A worker that exceeds a limit is killed, with every process it started, and replaced, as is one
-whose earlier requests left little memory to the next; no request can hang or crash the process that
-owns the pool. Workers end with their parent.
+whose earlier requests left too little memory for the next; no request can hang or crash the process
+that owns the pool. Workers end with their parent.
 """
 
 import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import resource
 import secrets
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 from bapo_megatron.runtime.processes import describe_exit, kill_marked
 
+_LOG = logging.getLogger(__name__)
 _START_TIMEOUT_S = 70.0
 """Time limit of a worker's imports."""
 _MARK = "BAPO_MEGATRON_WORKER"
@@ -41,12 +43,13 @@ class Outcome(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """What is known of a worker."""
+    """A running worker."""
 
     mark: str
     """Its value of ``_MARK``: the pool's prefix, then the worker's number."""
     max_bytes: int = 0
-    """Address space beyond which it is replaced: half of what its first request left is taken."""
+    """Address space at which it is replaced, halfway from its size after the first reply to the
+    limit; 0 before that reply."""
 
 
 class WorkerPool:
@@ -214,12 +217,14 @@ class WorkerPool:
         return worker
 
     def _has_room(self, worker: Process) -> bool:
-        """Whether the replies so far, after the first, have left enough memory to the next one."""
+        """Whether earlier requests have left enough memory for the next one."""
         mark, max_bytes = self._running[worker]
         size = _size(worker.pid)
         if not max_bytes:
             max_bytes = (size + self._memory_limit_bytes) // 2
             self._running[worker] = _Running(mark, max_bytes)
+        if size >= max_bytes:
+            _LOG.warning("%s: replacing a worker that has grown to %d MB", self._label, size >> 20)
         return size < max_bytes
 
     async def _end(self, worker: Process) -> None:

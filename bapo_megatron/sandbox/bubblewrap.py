@@ -151,7 +151,7 @@ class BubblewrapSandbox:
         self._command = [bwrap, *_arguments(config)]
         atexit.register(self.close)
         self._slot: _Slot | None = None
-        """Of programs, which run one at a time."""
+        """The slot that ``run`` reuses; its programs run one at a time."""
         self._processes: set[SandboxedProcess] = set()
         self._prepared: tuple[str, str] | None = None
         """The runner, compiled by the interpreter in the sandbox, and that one's ``sys.path``."""
@@ -169,7 +169,7 @@ class BubblewrapSandbox:
     def start(self, program: str, max_files: int = _MAX_FILES) -> SandboxedProcess:
         """Start a program in a sandbox of its own; the caller feeds, reads and closes it.
 
-        It is shorter than what a pipe holds, and its standard error is this process's.
+        ``program`` must fit into a pipe. Its standard error is this process's.
         ``max_files`` is how many descriptors each of its processes may have.
 
         Raises:
@@ -348,7 +348,7 @@ class SandboxedProcess:
         self._num_killed = 0 if slot.cgroup is None else slot.cgroup.num_killed()
         self._init: int | None = None
         self.on_close = contextlib.ExitStack()
-        """What ends with it."""
+        """Callbacks that ``close`` runs last."""
         with contextlib.ExitStack() as theirs:
             status, status_end = os.pipe()
             theirs.callback(os.close, status_end)

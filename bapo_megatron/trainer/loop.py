@@ -1,4 +1,4 @@
-"""The training loop: ``train`` reads like the list in docs/architecture.md.
+"""The training loop: ``train`` reads like the diagram in docs/architecture.md.
 
 Rank 0 owns what talks to the outside: the rollout source, the sinks, the files of the run. The
 other ranks take part in the collectives.

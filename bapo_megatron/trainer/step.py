@@ -207,8 +207,8 @@ class BatchTrainer:
         if kl.coefficient > 0 and kl.where == "reward":
             sum_B = sum_kl(splits, kl.kind, len(batch.samples), self._groups)
             rewards = [sample.reward for sample in batch.samples]
-            # R − coefficient · Σ KL: all tokens of a response share the cost of each. ``grpo`` also
-            # scales it by the group's standard deviation; in a group of equal rewards it decides.
+            # R − coefficient · Σ KL: all tokens of a response share the cost of each. The scale of
+            # ``grpo`` is the divergence's, too; in a group of equal rewards it alone decides.
             reward_B = torch.tensor(rewards, dtype=torch.float64) - kl.coefficient * sum_B.cpu()
             reward_PG = reward_B.reshape(len(batch.groups), -1)
             advantage_PG = self._advantages.compute(batch.groups, reward_PG)

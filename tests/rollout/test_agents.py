@@ -287,7 +287,7 @@ async def test_agents_that_fail_end_their_episodes_as_environments_do(
                 assert (episode.sample.num_sampled > 0) is (agent is fails)
             assert setup.interaction.errors == {"error": 2}
             setup = Setup(renderer, agents)
-            with pytest.raises(Exception, match=r"messages: |made no call"):
+            with pytest.raises(Exception, match=r"'messages' must have|made no call"):
                 await setup.play()
             await setup.episodes.close()
 
@@ -299,7 +299,9 @@ async def test_what_an_agent_was_last_told_is_in_its_error(renderer: ChatRendere
 
     async with scripted_agents(swallows, renderer) as agents:
         setup = Setup(renderer, agents)
-        with pytest.raises(Exception, match=r"made no call .*\(.* got HTTP 400: messages: "):
+        with pytest.raises(
+            Exception, match=r"made no call .*\(.* got HTTP 400: the body: 'messages' "
+        ):
             await setup.play()
         await setup.episodes.close()
 
