@@ -15,7 +15,7 @@ import pytest
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
-from bapo_megatron.errors import RolloutError
+from bapo_megatron.errors import RolloutError, ServerError
 from bapo_megatron.types import Sample
 from tests.data.samples import make_episode, make_sample
 from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, logprob_of
@@ -24,9 +24,10 @@ from tests.rollout.batching_setup import settle
 from tests.rollout.pool import LIMIT_S, clients_of, until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Iterator, Sequence
     from pathlib import Path
 
+    from bapo_megatron.engine.base import Capabilities, Scores
     from bapo_megatron.rollout.scoring import TeacherPool
 
 TEACHER = "algorithm.distillation.teacher"
@@ -275,3 +276,54 @@ async def test_a_server_whose_weights_change_is_no_teacher() -> None:
         await until(lambda: "must not change, got version 1 after 0" in teacher._states.describe())
         with pytest.raises(RolloutError, match=r"no usable teacher for 0\.5 s .*must not change"):
             await teacher.score(make_sample(3, 1))
+
+
+class BrokenTeacher(FakeTeacher):
+    """Its first request fails once ``breaks`` is set, and it cannot be admitted again then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.breaks = asyncio.Event()
+        self.held = asyncio.Event()
+
+    async def score(
+        self, token_ids: Sequence[int], timeout_s: float, *, start: int = 1, top_k: int = 0
+    ) -> Scores:
+        if not self.scored:
+            self.scored.append(list(token_ids))
+            await self.breaks.wait()
+            raise ServerError("broken")
+        return await super().score(token_ids, timeout_s, start=start, top_k=top_k)
+
+    async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
+        if self.breaks.is_set():
+            raise ServerError("broken")
+        return await super().capabilities(timeout_s)
+
+
+async def test_the_other_requests_of_a_server_that_answers_and_cannot_be_used_move_on() -> None:
+    engine, teacher = BrokenTeacher(), make_teacher()
+    await teacher.start([engine])
+    tasks = [asyncio.create_task(teacher.score(make_sample(3, 2))) for _ in range(2)]
+    await until(lambda: len(engine.scored) == 2)
+    engine.breaks.set()
+    async with asyncio.timeout(LIMIT_S):
+        await until(lambda: teacher.num_lost_requests == 2)
+    engine.breaks.clear()
+    engine.held.set()
+    assert [len(columns) for columns in await asyncio.gather(*tasks)] == [1, 1]
+    await teacher.close()
+
+
+async def test_patience_counts_from_the_loss_whoever_waits_then() -> None:
+    engine, teacher = BrokenTeacher(), make_teacher(patience_s=2.0)
+    await teacher.start([engine])
+    engine.breaks.set()
+    task = asyncio.create_task(teacher.score(make_sample(3, 2)))
+    await until(lambda: teacher.num_lost_requests == 1)
+    task.cancel()
+    await asyncio.sleep(2.1)
+    with pytest.raises(RolloutError, match="no usable teacher for 2 s"):
+        async with asyncio.timeout(1.5):
+            await teacher.score(make_sample(3, 2))
+    await teacher.close()
