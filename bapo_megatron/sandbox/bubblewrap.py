@@ -176,7 +176,11 @@ class BubblewrapSandbox:
             SandboxError: It does not start.
         """
         process = self._start("program", stderr=None, max_files=max_files)
-        process.stdin.write(_frame(program))
+        try:
+            process.stdin.write(_frame(program))
+        except OSError as error:
+            process.close()
+            raise SandboxError(f"it ended before its program came: {error}") from error
         return process
 
     def describe(self) -> str:
