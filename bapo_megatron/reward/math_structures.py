@@ -129,7 +129,7 @@ def _condition(text: str) -> str:
 
 MAX_ANSWER = 1000
 """Characters; nobody's answer is longer, and symbolic comparison grows faster than its input."""
-MAX_NESTING = 12
+MAX_NESTING = 24
 """Brackets within brackets; the parser's time grows exponentially with them."""
 
 

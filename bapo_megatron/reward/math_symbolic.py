@@ -36,7 +36,6 @@ from bapo_megatron.reward.math_relations import (
     relations_of,
 )
 from bapo_megatron.reward.math_structures import (
-    MAX_NESTING,
     beside,
     cases,
     kind_of,
@@ -56,6 +55,8 @@ from bapo_megatron.reward.math_values import (
 # It warns that its own time limits are off, which is intended: the worker's limits apply.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
+_MAX_PARSED = 12
+"""Brackets within brackets of a formula, which the parser takes seconds to read beyond."""
 _MAX_INTEGRALS = 4
 _TOWER = re.compile(r"(?:\^\{[^{}]*){6}")
 """Exponents in exponents, which the parser takes seconds to read."""
@@ -154,7 +155,7 @@ def _is_equal_formula(pred: str, gold: str) -> bool:
     pred, gold = _without_degrees(pred, gold), _without_degrees(gold, pred)
     pred, gold = (_with_all_letters(text) for text in (pred, gold))
     if any(
-        nesting(t) > MAX_NESTING or t.count(r"\int") > _MAX_INTEGRALS or _TOWER.search(t)
+        nesting(t) > _MAX_PARSED or t.count(r"\int") > _MAX_INTEGRALS or _TOWER.search(t)
         for t in (pred, gold)
     ):
         raise TooLargeError("brackets, exponents or integrals are nested too deeply")

@@ -221,8 +221,8 @@ def is_affordable(expression: Any) -> bool:
                 return False
         if isinstance(node, sympy.Pow | sympy.factorial | sympy.binomial) and node.is_number:
             size = sympy.Abs(node.evalf(5))
-            is_number = size.is_Float and size
-            if node.args[-1].is_infinite or (is_number and not 1 / _MAX_SIZE <= size <= _MAX_SIZE):
+            is_nonzero = size.is_Float and size
+            if node.args[-1].is_infinite or (is_nonzero and not 1 / _MAX_SIZE <= size <= _MAX_SIZE):
                 return False
     return True
 

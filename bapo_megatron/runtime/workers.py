@@ -19,6 +19,7 @@ from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from bapo_megatron.runtime.processes import describe_exit, kill_marked
 
@@ -40,16 +41,6 @@ class Outcome(NamedTuple):
     ``died``: two workers exited during this request, or sent something else than its reply."""
     value: Any = None
     """The handler's result, a JSON value, or its error in one line."""
-
-
-class _Running(NamedTuple):
-    """A running worker."""
-
-    mark: str
-    """Its value of ``_MARK``: the pool's prefix, then the worker's number."""
-    max_bytes: int = 0
-    """Address space at which it is replaced, halfway from its size after the first reply to the
-    limit; 0 before that reply."""
 
 
 class WorkerPool:
@@ -87,7 +78,11 @@ class WorkerPool:
         self._idle: asyncio.Queue[Process | None] = asyncio.Queue()
         for _ in range(workers):
             self._idle.put_nowait(None)
-        self._running: dict[Process, _Running] = {}
+        self._running: dict[Process, str] = {}
+        """Each worker's value of ``_MARK``: the pool's prefix, then the worker's number."""
+        self._max_bytes: WeakKeyDictionary[Process, int] = WeakKeyDictionary()
+        """Address space at which a worker is replaced: halfway from its size after its first reply
+        to the limit."""
         self._mark = f"{secrets.token_hex(8)}."
         self._numbers = itertools.count(1)
         """Numbers of workers and requests."""
@@ -193,7 +188,7 @@ class WorkerPool:
             env={**os.environ, _MARK: mark},
             start_new_session=True,  # so that child processes are killed with it
         )
-        self._running[worker] = _Running(mark)
+        self._running[worker] = mark
         message, how = None, f"was not ready within {_START_TIMEOUT_S:g} s"
         try:
             with contextlib.suppress(TimeoutError):
@@ -218,14 +213,11 @@ class WorkerPool:
 
     def _has_room(self, worker: Process) -> bool:
         """Whether earlier requests have left enough memory for the next one."""
-        mark, max_bytes = self._running[worker]
         size = _size(worker.pid)
-        if not max_bytes:
-            max_bytes = (size + self._memory_limit_bytes) // 2
-            self._running[worker] = _Running(mark, max_bytes)
-        if size >= max_bytes:
-            _LOG.warning("%s: replacing a worker that has grown to %d MB", self._label, size >> 20)
-        return size < max_bytes
+        if size < self._max_bytes.setdefault(worker, (size + self._memory_limit_bytes) // 2):
+            return True
+        _LOG.warning("%s: replacing a worker that has grown to %d MB", self._label, size >> 20)
+        return False
 
     async def _end(self, worker: Process) -> None:
         # Not worker.kill(), which polls and would take the exit status from asyncio's waiter.
@@ -234,8 +226,8 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
         await worker.wait()
-        if (running := self._running.pop(worker, None)) is not None:
-            await asyncio.to_thread(kill_marked, _MARK, running.mark)
+        if (mark := self._running.pop(worker, None)) is not None:
+            await asyncio.to_thread(kill_marked, _MARK, mark)
 
 
 def _starved_s(pid: int) -> float:

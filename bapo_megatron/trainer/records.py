@@ -109,7 +109,7 @@ class TokenView:
         self.negative_T: Tensor = is_negative_T & self.counts_T
         """bool: A < 0, with a loss."""
         self.correction_T: Tensor | None = safe.correction_T
-        """What the correction multiplies the loss by; None without one."""
+        """The correction's factor on the loss; None without one."""
         self.importance_T: Tensor = micro_batch.importance_T
         """π_recomputed / π_rollout of the token or its response, which the correction limits."""
         self.cap: float = correction.cap if correction.kind in ("token", "sequence") else math.inf
@@ -334,8 +334,8 @@ def read_measurements(
     Those that were skipped are results already. A collective unless all of them were: three
     all-reduces on the last stage, one broadcast.
     """
-    made = [update for update in updates if isinstance(update, MeasuredUpdate)]
-    values = iter(_reduced(made, groups) if made else ())
+    applied = [update for update in updates if isinstance(update, MeasuredUpdate)]
+    values = iter(_reduced(applied, groups) if applied else ())
 
     def named(names: Sequence[str]) -> dict[str, float]:
         return dict(zip(names, values, strict=False))

@@ -143,8 +143,8 @@ async def grade(texts: Iterable[str], *, timeout_s: float, every: int) -> Totals
     ):
         for number, text in enumerate(texts):
             if number % 1000 == 0:
-                found = f"{len(totals.faults)} faults, {len(totals.limits)} limits"
-                print(f"{number} texts: {found}", file=sys.stderr)  # noqa: T201
+                counts = f"{len(totals.faults)} faults, {len(totals.limits)} limits"
+                print(f"{number} texts: {counts}", file=sys.stderr)  # noqa: T201
             inner = text.removeprefix(r"\boxed{").removesuffix("}")[:2000]
             row = _ROWS[number % len(_ROWS)]
             for function in BUILT_IN:
