@@ -158,12 +158,8 @@ class ResponsesRequest(_Request):
     input: str | list[dict[str, Any]] = Field(min_length=1)
     instructions: str | None = None
     tools: list[_ResponsesTool] | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens of the turn."""
-        return self.max_output_tokens
+    limit: int | None = Field(None, ge=1, alias="max_output_tokens")
+    """Tokens of the turn."""
 
     def conversation(self) -> Conversation:
         """Return messages and tools; ``RefusalError`` for items that no message can hold."""

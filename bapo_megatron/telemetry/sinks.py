@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, cast
 
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from pydantic import Field
@@ -44,20 +44,6 @@ _Metric = Annotated[int | float, Field(ge=-_MAX_VALUE, le=_MAX_VALUE)]
 """Integers stay integers when a resumed run rewrites rows."""
 
 
-class SampleRow(NamedTuple):
-    """A row of a table of samples, with columns in this order."""
-
-    step: int
-    group: int
-    sample: int
-    reward: float
-    tokens: int
-    finish: str
-    prompt: str
-    response: str
-    answer: str
-
-
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the rows of a ``metrics.jsonl``; ``step`` counts finished steps, 0 before training.
 
@@ -88,7 +74,7 @@ class MetricsSinks:
         first_step: int,
         total_steps: int,
         settings: Mapping[str, Any] | None = None,
-        sample_rows: Callable[[int], Sequence[SampleRow]] = lambda _: (),
+        sample_rows: Callable[[int], Sequence[Mapping[str, Any]]] = lambda _: (),
         show_row: ShowRow | None = None,
     ) -> None:
         """Open the sinks; drop rows from ``first_step`` on, which the run will repeat.
@@ -190,9 +176,9 @@ class WeightsAndBiases:
         run_name: str,
         config: LogConfig,
         settings: Mapping[str, Any],
-        sample_rows: Callable[[int], Sequence[SampleRow]],
+        sample_rows: Callable[[int], Sequence[Mapping[str, Any]]],
     ) -> None:
-        """Begin or continue it; ``sample_rows`` returns samples of a step."""
+        """Begin or continue it; ``sample_rows`` returns samples of a step, cells by column."""
         import wandb
 
         self._make_table = wandb.Table
@@ -226,11 +212,11 @@ class WeightsAndBiases:
         logged: dict[str, Any] = dict(values)
         is_due = self._every_steps and step != BEFORE_TRAINING and not step % self._every_steps
         if is_due and (rows := self._rows(step)):
-            columns, cells = list(SampleRow._fields), [list(row) for row in rows]
-            logged["samples"] = self._make_table(columns=columns, data=cells)
+            cells = [list(row.values()) for row in rows]
+            logged["samples"] = self._make_table(columns=list(rows[0]), data=cells)
         self._run.log({"step": step, **logged})
 
-    def _rows(self, step: int) -> Sequence[SampleRow]:
+    def _rows(self, step: int) -> Sequence[Mapping[str, Any]]:
         """Return samples of a step; after a read error, never any again."""
         try:
             return self._sample_rows(step)

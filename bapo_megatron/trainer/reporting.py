@@ -22,7 +22,7 @@ from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu
 from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.telemetry.console import say, show
-from bapo_megatron.telemetry.sinks import MetricsSinks, SampleRow, ShowRow
+from bapo_megatron.telemetry.sinks import MetricsSinks, ShowRow
 from bapo_megatron.trainer.checkpointing import RunProgress
 from bapo_megatron.types import EvalResult
 
@@ -97,8 +97,10 @@ def _memory(device: torch.device) -> dict[str, float]:
     return memory
 
 
-def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
-    """Return samples of a step from the lowest reward to the highest, evenly spaced by rank.
+def sample_rows(dumps: Path, step: int) -> list[dict[str, Any]]:
+    """Return samples of a step, each as cells by column.
+
+    They go from the lowest reward to the highest, evenly spaced by rank.
 
     Samples without text are left out, and long texts shortened. Raises ``DumpError``.
     """
@@ -113,17 +115,17 @@ def sample_rows(dumps: Path, step: int) -> list[SampleRow]:
     ranked = sorted(((s, text) for s, text in pairs if text), key=lambda pair: pair[0].reward)
     last = min(_NUM_ROWS, len(ranked)) - 1
     return [
-        SampleRow(
-            step=step,
-            group=sample.group_id,
-            sample=sample.index,
-            reward=sample.reward,
-            tokens=sample.episode_sampled,
-            finish=sample.finish_reason.value,
-            prompt=_shortened(text.prompt_text),
-            response=_shortened("\n\n".join(text.turns) or text.response_text),
-            answer=text.answer,
-        )
+        {
+            "step": step,
+            "group": sample.group_id,
+            "sample": sample.index,
+            "reward": sample.reward,
+            "tokens": sample.episode_sampled,
+            "finish": sample.finish_reason.value,
+            "prompt": _shortened(text.prompt_text),
+            "response": _shortened("\n\n".join(text.turns) or text.response_text),
+            "answer": text.answer,
+        }
         for number in range(last + 1)
         for sample, text in [ranked[number * (len(ranked) - 1) // max(last, 1)]]
     ]

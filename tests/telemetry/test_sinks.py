@@ -24,7 +24,6 @@ from bapo_megatron.telemetry.console import ProgressLine
 from bapo_megatron.telemetry.metrics import BEFORE_TRAINING
 from bapo_megatron.telemetry.sinks import (
     MetricsSinks,
-    SampleRow,
     WeightsAndBiases,
     read_metrics,
     rows_served,
@@ -195,8 +194,8 @@ def sinks_of(run_dir: Path, config: RunConfig, first_step: int = 0) -> MetricsSi
         total_steps=4,
         settings=public_settings(config) | SOFTWARE.settings(),
         sample_rows=lambda step: [
-            SampleRow(step, 7, 0, 0.0, 3, "stop", TEXT, "3", "2"),
-            SampleRow(step, 7, 1, 1.0, 3, "stop", TEXT, "2", "2"),
+            {"step": step, "sample": 0, "reward": 0.0, "prompt": TEXT},
+            {"step": step, "sample": 1, "reward": 1.0, "prompt": TEXT},
         ],
     )
 
@@ -274,7 +273,7 @@ def records_of(path: Path) -> list[Any]:
 def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
     tmp_path: Path, end_client: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def rows(step: int) -> list[SampleRow]:
+    def rows(step: int) -> list[dict[str, Any]]:
         raise DumpError(f"step_{step:06d}.texts.parquet: format 4")
 
     config = config_of(wandb_project="p", wandb_samples_every=1).log
@@ -350,11 +349,8 @@ def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     assert ["samples/path" in row for row in rows] == [False, False, True]
     assert not any("x" in row for row in rows)
     table = json.loads((first.parent / "files" / rows[2]["samples/path"]).read_text())
-    assert table["columns"] == list(SampleRow._fields)
-    assert table["data"] == [
-        [2, 7, 0, 0.0, 3, "stop", TEXT, "3", "2"],
-        [2, 7, 1, 1.0, 3, "stop", TEXT, "2", "2"],
-    ]
+    assert table["columns"] == ["step", "sample", "reward", "prompt"]
+    assert table["data"] == [[2, 0, 0.0, TEXT], [2, 1, 1.0, TEXT]]
 
     again = next(r.run for r in records_of(second) if r.WhichOneof("record_type") == "run")
     assert again.run_id == about.run_id

@@ -114,12 +114,13 @@ def test_samples_lie_evenly_between_the_lowest_and_the_highest_reward(tmp_path: 
     rewards = [0.0, 0.9, 0.1, 0.8, 0.7, 0.2, 0.6, 0.3, 0.5, 0.4, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
     write_step(tmp_path, rewards)
     rows = sample_rows(tmp_path, 20)
-    assert [round(row.reward, 1) for row in rows] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5]
-    assert rows[0].response == "answer 0"
-    assert rows[1] == (20, 0, 5, 0.2, 3, "stop", "1+1=", "answer 0.2", "2")
+    assert [round(row["reward"], 1) for row in rows] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5]
+    assert rows[0]["response"] == "answer 0"
+    values = [20, 0, 5, 0.2, 3, "stop", "1+1=", "answer 0.2", "2"]
+    assert list(rows[1].values()) == values
     for few in ([1.0, 0.0, 0.5], [1.0]):
         write_step(tmp_path, few)
-        assert [row.reward for row in sample_rows(tmp_path, 20)] == sorted(few)
+        assert [row["reward"] for row in sample_rows(tmp_path, 20)] == sorted(few)
 
 
 def test_turns_are_one_text_and_the_middle_of_a_long_one_is_left_out(tmp_path: Path) -> None:
@@ -129,9 +130,9 @@ def test_turns_are_one_text_and_the_middle_of_a_long_one_is_left_out(tmp_path: P
     texts = [SampleText(0, 0, long, "2", "2", turns), SampleText(0, 2, "1+1=", "2", "2")]
     write_texts(path, 20, texts)
     first, second = sample_rows(tmp_path, 20)  # the sample without a text is left out
-    assert first.prompt == "a" * 2000 + "\n[…]\n" + "c" * 2000
-    assert first.response == "42\n\nwrong\n\n2"
-    assert (second.sample, second.response) == (2, "2")
+    assert first["prompt"] == "a" * 2000 + "\n[…]\n" + "c" * 2000
+    assert first["response"] == "42\n\nwrong\n\n2"
+    assert (second["sample"], second["response"]) == (2, "2")
 
 
 def test_without_kept_texts_or_dump_there_is_no_table(tmp_path: Path) -> None:
