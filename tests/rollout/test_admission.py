@@ -71,6 +71,22 @@ def test_lengths_of_long_ago_are_forgotten() -> None:
     assert survival(lengths, 16) == pytest.approx(1, abs=1e-3)  # of all, 2.4% had ended there
 
 
+def test_the_growth_of_responses_that_go_on_counts_in_every_length_they_reach() -> None:
+    lengths = ResponseLengths()
+    for _ in range(10):
+        lengths.begin(0, limit=16)
+        lengths.advance(0, 16)
+    # The imagined response ends in either bin: with 1/2 of it in the first, with all in the second.
+    assert survival(lengths, 16 * 2**0.25) == pytest.approx((1 - 0.5 / 11) * (1 - 1 / 11))
+
+
+def test_no_request_is_expected_to_grow_beyond_its_own_limit() -> None:
+    use = CacheUse(ResponseLengths())
+    # 25 bins: of the two responses at risk in the first one, 1/25 of the imagined one ends there.
+    use.lengths.begin(0, limit=1000)
+    assert use.forecast(claim_of(1, limit=16)).expected == pytest.approx(116 * (1 - 0.04 / 2))
+
+
 def test_a_prompt_that_requests_share_is_held_once() -> None:
     use = CacheUse(ResponseLengths())
     use.add(claim_of(1))
