@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.benchmarks import bench_engines, bench_report, bench_startup, harness
+from tests.benchmarks import bench_engines, bench_startup, harness
 from tests.benchmarks.bench_buffer import measure as measure_buffer
 from tests.benchmarks.bench_connections import measure, servers, time_waves
 from tests.benchmarks.bench_engines import WIDE
-from tests.benchmarks.bench_report import Shape
 from tests.benchmarks.helpers import run_main
 from tests.benchmarks.samples import make_wide_model
 from tests.benchmarks.stream_server import Load
@@ -128,22 +127,6 @@ def test_train_asks_a_server_and_is_ended(tmp_path: Path, monkeypatch: pytest.Mo
     seconds = {timing["name"]: timing["median_s"] for timing in section["timings"]}
     assert list(seconds) == ["import torch", "train, first request"]
     assert 0 < seconds["import torch"] < seconds["train, first request"]
-
-
-@pytest.mark.browser
-def test_pages_are_written_opened_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_report, "SHAPES", (Shape(20, 2, 2, 10), Shape(1, 1, 2, 3000)))
-    report, text = run_main("bench_report", tmp_path / "report", "--rounds=1")
-    many, long = report["pages"]
-    # 16 of the steps, and everything of them; lengths are from 5 to 14.
-    assert 16 * 4 * 5 <= many["shown_tokens"] < 16 * 4 * 15
-    assert long["shown_tokens"] == 2 * 3000
-    for page in (many, long):
-        assert 4 < page["page_mb"] < 20
-        assert min(page["write_s"], page["open_s"], page["read_s"]) > 0
-    assert text.splitlines()[-1].startswith("| 2 responses of 3,000 tokens | ")
 
 
 def test_the_saved_buffer_is_read_again_and_measured(tmp_path: Path) -> None:
