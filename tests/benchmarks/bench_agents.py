@@ -23,11 +23,9 @@ from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.record import Record
 from bapo_megatron.tiny.model import build_tokenizer
 from tests.agent.episodes import Policy, agent_config, open_session
-from tests.benchmarks.bench_episodes import SCORE, SETTINGS
+from tests.benchmarks.bench_episodes import SCORE, SETTINGS, make_taught
 from tests.benchmarks.demo_runs import train
 from tests.benchmarks.harness import finish, machine, page, report_arguments, table
-from tests.environment.lessons import teach_two_turns
-from tests.launch import run
 
 AGENT = "examples.agents.calculator"
 OTHER = ("rollout.environment=", "rollout.episodes.max_turns", "reward.functions")
@@ -131,10 +129,7 @@ async def turns(task: dict[str, Any], base_url: str, api_key: str) -> int:
 
 def train_both(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
     """Train the environment and the agent from one model: score and seconds of each."""
-    tiny = scratch / f"tiny{seed}"
-    result = run(["make-tiny", str(tiny), "--seed", str(seed)], timeout_s=1200)
-    assert result.returncode == 0, result.stderr
-    teach_two_turns(tiny / "model", seed)
+    tiny = make_taught(scratch, seed)
     outcome: dict[str, Any] = {"seed": seed}
     for name, settings in (("environment", SETTINGS), ("agent", AGENT_SETTINGS)):
         start_s = time.perf_counter()

@@ -35,12 +35,18 @@ CURVES = {
 }
 
 
-def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> dict[str, Any]:
-    """Make a tiny model and train it; before and after are shares with their 95 % intervals."""
+def make_taught(scratch: Path, seed: int) -> Path:
+    """Make a tiny model that knows two turns, and its data; returns their directory."""
     tiny = scratch / f"tiny{seed}"
     result = run(["make-tiny", str(tiny), "--seed", str(seed)], timeout_s=1200)
     assert result.returncode == 0, result.stderr
     teach_two_turns(tiny / "model", seed)
+    return tiny
+
+
+def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> dict[str, Any]:
+    """Make a tiny model and train it; before and after are shares with their 95 % intervals."""
+    tiny = make_taught(scratch, seed)
     rows = train(scratch / f"run{seed}", tiny, steps, [f"seed={seed}", *SETTINGS, *settings])
     trained = [row for row in rows if "train/lr" in row]
     evaluated = [row for row in rows if SCORE in row]

@@ -10,13 +10,10 @@ runs in each layout that fits the model; the others are compared with it on one 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,8 @@ from bapo_megatron.data.dump import read_batch
 from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
-from bapo_megatron.runtime.versions import own_software
 from bapo_megatron.trainer.recompute import score_probes
+from tests.benchmarks.harness import columns, finish, machine, page, report_arguments
 from tests.distributed_launch import joined, run_ranks
 from tests.engine.sglang.servers import KEYS, connected, running, server_config
 from tests.trainer.one_update import Case, build_trainer
@@ -43,6 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "trainer, TP 3, SP": (3, {"tensor": 3, "sequence": True}, {}),
 }
 """Ranks, sizes and ``ops`` of each."""
+
+COLUMNS = {"": "{by}", "dtype": "{dtype}", "mean": "{mean:.2g}", "largest": "{max:.2g}"}
 
 Sequences = Sequence[Sequence[int]]
 
@@ -102,11 +101,10 @@ def score_by_sglang(model: Path, dtype: str, sequences: Sequences) -> np.ndarray
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report_arguments(__doc__ or "")
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     parser.add_argument("dump", type=Path, help="rollouts/step_NNNNNN.parquet of a run")
     parser.add_argument("--responses", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
     samples = read_batch(options.dump).samples[: options.responses]
     sequences = [
@@ -129,14 +127,14 @@ def main() -> None:
                 {"dtype": dtype, "by": name, "mean": float(gap.mean()), "max": float(gap.max())}
             )
             sys.stderr.write(f"{rows[-1]}\n")
-    table = ["| | dtype | mean | largest |", "|---|---|---|---|"]
-    table += [f"| {r['by']} | {r['dtype']} | {r['mean']:.2g} | {r['max']:.2g} |" for r in rows]
-    text = f"{len(sequences)} sequences, {num_tokens:,} tokens.\n\n" + "\n".join(table) + "\n"
-    sys.stdout.write(text)
-    if options.out is not None:
-        record = {"software": asdict(own_software()), "tokens": num_tokens, "rows": rows}
-        options.out.with_suffix(".json").write_text(json.dumps(record, indent=2) + "\n")
-        options.out.with_suffix(".md").write_text(text)
+    where = machine()
+    text = page(
+        "Log-probs of real text by everything that computes them",
+        where,
+        f"{len(sequences)} sequences, {num_tokens:,} tokens.",
+        columns(rows, COLUMNS),
+    )
+    finish(options.out, text, {"machine": where, "tokens": num_tokens, "rows": rows})
 
 
 if __name__ == "__main__":

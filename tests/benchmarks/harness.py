@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 PACKAGES = (
     *("torch", "megatron-core", "transformer-engine", "flash-attn", "liger-kernel", "triton"),
-    *("aiohttp", "orjson", "math-verify", "pyarrow"),
+    *("aiohttp", "orjson", "math-verify", "pyarrow", "transformers", "sglang"),
 )
 
 
