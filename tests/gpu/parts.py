@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 _BUFFERS = 3
 """Logits in turns, so that none of them is in a cache."""
-_LONG_ROWS = 152064
 _PARENT = Path(__file__).parents[2]
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
 _SANITIZED = "not 152064 and not more_rows_than"
