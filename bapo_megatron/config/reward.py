@@ -156,13 +156,6 @@ class ProgramConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     """Where programs run; limits are those of one test."""
 
-    @field_validator("sandbox")
-    @classmethod
-    def _has_standard_input(cls, sandbox: SandboxConfig) -> SandboxConfig:
-        if sandbox.kind == "monty":
-            raise ValueError("kind must be bubblewrap, got monty, whose programs have no input")
-        return sandbox
-
 
 class RewardConfig(Section):
     """Grading of finished responses (docs/rewards.md)."""

@@ -243,7 +243,7 @@ class PythonToolConfig(Section):
     """The environment ``python_tool``."""
 
     sandbox: SandboxConfig = SandboxConfig()
-    """Where cells run; ``monty`` is a hundred times faster where a subset of Python is enough."""
+    """Where cells run."""
     max_output_characters: int = Field(4000, ge=2)
     """Longer outputs lose their middle before the policy reads them."""
 

@@ -1,15 +1,12 @@
 """Configuration of the sandbox in which programs of the policy run (docs/security.md)."""
 
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from bapo_megatron.config.section import MAX_MEMORY_MB, AbsolutePath, Section
 
-SandboxKind = Literal["bubblewrap", "monty"]
-SANDBOXES: tuple[SandboxKind, ...] = get_args(SandboxKind)
-"""Kinds of sandboxes."""
 MAX_PROCESSES = 1024
 
 
@@ -25,7 +22,7 @@ class BubblewrapConfig(Section):
     files_mb: int = Field(64, ge=1, le=MAX_MEMORY_MB)
     """Size of ``/tmp``, the only directory for large files; it is in memory."""
     python: AbsolutePath = Path("/usr/bin/python3")
-    """The interpreter of ``bubblewrap``, 3.9 or later, below ``/usr`` or one of ``read_only``. An
+    """The interpreter, 3.9 or later, below ``/usr`` or one of ``read_only``. An
     unprivileged user must be able to read it: not in a home directory."""
     read_only: tuple[AbsolutePath, ...] = ()
     """Further directories that programs may read, such as a virtual environment's."""
@@ -44,10 +41,6 @@ class BubblewrapConfig(Section):
 class SandboxConfig(BubblewrapConfig):
     """Where programs of the policy run, and their limits."""
 
-    kind: SandboxKind = "bubblewrap"
-    """``bubblewrap``: CPython in Linux namespaces. ``monty``: pydantic-monty, an interpreter of a
-    subset of Python that starts in a tenth of a millisecond, without files, standard input and most
-    modules. Neither replaces the other: where the one named here does not work, the run ends."""
     timeout_s: float = Field(5.0, gt=0)
     """Time limit of a program, or of a cell of several that share their variables."""
     max_output_bytes: int = Field(1 << 20, ge=1, le=1 << 26)

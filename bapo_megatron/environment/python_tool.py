@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from bapo_megatron.config.rollout import PythonToolConfig
 from bapo_megatron.environment.base import Step
 from bapo_megatron.runtime.names import LoadError
-from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError, Session, run_twice
-from bapo_megatron.sandbox.load import open_sandbox
+from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError, run_twice
+from bapo_megatron.sandbox.bubblewrap import Session, open_sandbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,8 +54,7 @@ class PythonTool:
 
     def start(self, task: Task) -> dict[str, Any]:
         """Return the state before the first cell, which seeds ``random``."""
-        is_python = self._config.sandbox.kind == "bubblewrap"
-        return {"cells": [_SEED.format(seed=task.seed)] if is_python else []}
+        return {"cells": [_SEED.format(seed=task.seed)]}
 
     def step(self, state: dict[str, Any], turn: Turn) -> Step:
         """Run the calls of a turn, or end the episode if it has none."""

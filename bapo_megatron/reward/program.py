@@ -40,8 +40,8 @@ from bapo_megatron.reward.base import RowError, Score
 from bapo_megatron.runtime.calls import decode, shown_value
 from bapo_megatron.runtime.files import parse_json
 from bapo_megatron.runtime.names import LoadError
-from bapo_megatron.sandbox.base import Sandbox, SandboxError
-from bapo_megatron.sandbox.load import open_sandbox
+from bapo_megatron.sandbox.base import SandboxError
+from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, open_sandbox
 
 _BLOCK = re.compile(
     r"^(?:[ \t>*+\d.)-]*+|[^`\n]*+(?=```[ \t]*py))(?P<fence>`{3,}+|~{3,}+)(?P<info>[ \t]*"
@@ -163,7 +163,7 @@ class _Case:
     stdin: str = ""
     variables: dict[str, str] = field(default_factory=dict)
 
-    def outcome(self, program: str, sandbox: Sandbox) -> str:
+    def outcome(self, program: str, sandbox: BubblewrapSandbox) -> str:
         """Return ``passed``, ``wrong``, or how the run ended before."""
         mark = secrets.token_hex(8)
         variables: dict[str, Any] = {**self.variables, "program": program, "mark": mark}

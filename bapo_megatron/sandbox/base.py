@@ -1,9 +1,9 @@
-"""The interface of sandboxes."""
+"""The outcomes of programs in a sandbox, and what goes wrong with the sandbox itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,51 +54,3 @@ def run_twice(run: Callable[[], Outcome]) -> Outcome:
             if error.outcome is None:
                 raise
             return error.outcome
-
-
-class Session(Protocol):
-    """An interpreter that keeps its variables between cells."""
-
-    def run(self, cell: str, timeout_s: float | None = None) -> Outcome:
-        """Run a cell; the value of a last expression is printed, as by the interactive interpreter.
-
-        ``timeout_s`` replaces the configured limit. After a limit the session ``has_ended``.
-
-        Raises:
-            SandboxLostError: The sandbox was killed; the session has ended.
-        """
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it can run no further cell."""
-
-    def close(self) -> None:
-        """End all of its processes. Safe to call twice."""
-
-
-class Sandbox(Protocol):
-    """Runs programs, one at a time; any number of sessions may be open beside it.
-
-    It belongs to the thread that creates it. When its process ends, for whatever reason, so do the
-    programs.
-    """
-
-    def run(self, program: str, stdin: str = "") -> Outcome:
-        """Run a program in a fresh sandbox.
-
-        Raises:
-            SandboxError: The sandbox failed twice.
-        """
-
-    def session(self) -> Session:
-        """Start an interpreter for cells; the caller closes it.
-
-        Raises:
-            SandboxError: It does not start.
-        """
-
-    def describe(self) -> str:
-        """Return what limits a program here, for people."""
-
-    def close(self) -> None:
-        """End all programs and release everything. Safe to call twice."""

@@ -125,8 +125,33 @@ def _lock(number: int) -> socket.socket | None:
     return lock
 
 
+def open_sandbox(config: SandboxConfig) -> BubblewrapSandbox:
+    """Open a sandbox and run a program of one line in it.
+
+    Raises:
+        SandboxError: It does not work here.
+    """
+    sandbox = BubblewrapSandbox(config)
+    try:
+        outcome = sandbox.run("print(6 * 7)")
+        if (outcome.ending, outcome.stdout) != ("ok", "42\n"):
+            said = (outcome.stderr or outcome.stdout).strip().splitlines()[-1:] or ["nothing"]
+            raise SandboxError(
+                f"the sandbox must print 42 for 'print(6 * 7)', got '{outcome.ending}' and "
+                f"{said[0]:.200}; check its memory_limit_mb, timeout_s and python"
+            )
+    except BaseException:
+        sandbox.close()
+        raise
+    return sandbox
+
+
 class BubblewrapSandbox:
-    """See ``base.Sandbox``."""
+    """Runs programs, one at a time; any number of sessions may be open beside it.
+
+    It belongs to the thread that creates it. When its process ends, for whatever reason, so do the
+    programs.
+    """
 
     def __init__(self, config: SandboxConfig, *, allows_loopback: bool = False) -> None:
         """Find bubblewrap; nothing is started. See ``seccomp_filter`` for ``allows_loopback``.
@@ -157,14 +182,22 @@ class BubblewrapSandbox:
         """The runner, compiled by the interpreter in the sandbox, and that one's ``sys.path``."""
 
     def run(self, program: str, stdin: str = "") -> Outcome:
-        """See ``base.Sandbox.run``."""
+        """Run a program in a fresh sandbox.
+
+        Raises:
+            SandboxError: The sandbox failed twice.
+        """
         content = _frame(program) + stdin.encode("utf-8", "surrogatepass")
         return run_twice(lambda: self._run_once(content))
 
-    def session(self) -> _BubblewrapSession:
-        """See ``base.Sandbox.session``."""
+    def session(self) -> Session:
+        """Start an interpreter for cells; the caller closes it.
+
+        Raises:
+            SandboxError: It does not start.
+        """
         cpu_s = math.ceil(_MAX_CPU_FACTOR * self._config.timeout_s)
-        return _BubblewrapSession(self._config, self._start("cells", cpu_s))
+        return Session(self._config, self._start("cells", cpu_s))
 
     def start(self, program: str, max_files: int = _MAX_FILES) -> SandboxedProcess:
         """Start a program in a sandbox of its own; the caller feeds, reads and closes it.
@@ -184,7 +217,7 @@ class BubblewrapSandbox:
         return process
 
     def describe(self) -> str:
-        """See ``base.Sandbox.describe``."""
+        """Return what limits a program here, for people."""
         slot = self._own_slot()
         user = "your user id" if slot.uid is None else f"user ids from {_FIRST_UID}"
         config = self._config
@@ -195,7 +228,7 @@ class BubblewrapSandbox:
         return f"{user}; {bound}"
 
     def close(self) -> None:
-        """See ``base.Sandbox.close``."""
+        """End all programs and release everything. Safe to call twice."""
         for process in list(self._processes):
             process.close()
         if self._slot is not None:
@@ -302,8 +335,8 @@ def _frame(text: str) -> bytes:
     return len(content).to_bytes(8, "big") + content
 
 
-class _BubblewrapSession:
-    """See ``base.Session``."""
+class Session:
+    """An interpreter that keeps its variables between cells."""
 
     def __init__(self, config: SandboxConfig, process: SandboxedProcess) -> None:
         self._config = config
@@ -311,11 +344,17 @@ class _BubblewrapSession:
 
     @property
     def has_ended(self) -> bool:
-        """See ``base.Session.has_ended``."""
+        """Whether it can run no further cell."""
         return self._process.is_closed
 
     def run(self, cell: str, timeout_s: float | None = None) -> Outcome:
-        """See ``base.Session.run``."""
+        """Run a cell; the value of a last expression is printed, as by the interactive interpreter.
+
+        ``timeout_s`` replaces the configured limit. After a limit the session ``has_ended``.
+
+        Raises:
+            SandboxLostError: The sandbox was killed; the session has ended.
+        """
         mark = os.urandom(_MARK_BYTES)
         limit = self._config.max_output_bytes
         exchange = _Exchange(self._process, mark + _frame(cell), limit, mark)
@@ -333,7 +372,7 @@ class _BubblewrapSession:
                 self.close()
 
     def close(self) -> None:
-        """See ``base.Session.close``."""
+        """End all of its processes. Safe to call twice."""
         self._process.close()
 
 

@@ -17,12 +17,12 @@ import torch
 
 from bapo_megatron import __version__
 from bapo_megatron.config.rollout import ENGINES
-from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
+from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.runtime.stack import REMEDY, error_of, stack_errors
 from bapo_megatron.runtime.versions import installed_version
 from bapo_megatron.sandbox.base import SandboxError
-from bapo_megatron.sandbox.load import open_sandbox
+from bapo_megatron.sandbox.bubblewrap import open_sandbox
 
 _MEGATRON_VERSION = "0.19.2"
 """The version that pyproject.toml asks for."""
@@ -58,10 +58,10 @@ class Machine:
     packages: dict[str, str | None]
     """Installed version by distribution name."""
     errors: dict[str, str]
-    """Why a package, the extension or a sandbox does not work, by name; also for some not
+    """Why a package, ``extension`` or ``sandbox`` does not work, by name; also for some not
     installed."""
-    sandboxes: dict[str, str]
-    """What limits programs of the policy, by the kind of sandbox, for those that work."""
+    sandbox: str
+    """What limits programs of the policy; empty if the sandbox does not work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def probe() -> Machine:
         torch_cpu=_torch_cpu(torch.__config__.show()),
         gpus=tuple(Device(gpu.name, 10 * gpu.major + gpu.minor) for gpu in gpus),
         packages={name: installed_version(name) for name in (*names, *_engine_packages())},
-        sandboxes=_sandboxes(errors),
+        sandbox=_sandbox(errors),
         errors=errors,
     )
 
@@ -109,15 +109,13 @@ def _torch_cpu(built: str) -> str:
     return f"{kernels} kernels on {cpu[1] if cpu else platform.machine()}; {', '.join(libraries)}"
 
 
-def _sandboxes(errors: dict[str, str]) -> dict[str, str]:
-    limits: dict[str, str] = {}
-    for kind in SANDBOXES:
-        try:
-            with closing(open_sandbox(SandboxConfig(kind=kind))) as sandbox:
-                limits[kind] = sandbox.describe()
-        except SandboxError as error:
-            errors[kind] = str(error)
-    return limits
+def _sandbox(errors: dict[str, str]) -> str:
+    try:
+        with closing(open_sandbox(SandboxConfig())) as sandbox:
+            return sandbox.describe()
+    except SandboxError as error:
+        errors["sandbox"] = str(error)
+        return ""
 
 
 def diagnose(machine: Machine) -> list[Diagnosis]:
@@ -133,7 +131,7 @@ def diagnose(machine: Machine) -> list[Diagnosis]:
         _judge_package("torchvision", machine, None, "note"),
         _judge_transformer_engine(machine),
         _judge_apex(machine),
-        *(_judge_sandbox(kind, machine) for kind in SANDBOXES),
+        _judge_sandbox(machine),
     ]
 
 
@@ -243,12 +241,11 @@ def _judge_transformer_engine(machine: Machine) -> Diagnosis:
     return _judge_package(name, machine, _TRANSFORMER_ENGINE_VERSION, "note", remedy)
 
 
-def _judge_sandbox(kind: str, machine: Machine) -> Diagnosis:
-    topic = f"sandbox: {kind}"
-    if kind in machine.sandboxes:
-        return Diagnosis(topic, "ok", machine.sandboxes[kind])
-    error, _, remedy = machine.errors[kind].partition("; ")
-    return Diagnosis(topic, "note", error, remedy)
+def _judge_sandbox(machine: Machine) -> Diagnosis:
+    if machine.sandbox:
+        return Diagnosis("sandbox", "ok", machine.sandbox)
+    error, _, remedy = machine.errors["sandbox"].partition("; ")
+    return Diagnosis("sandbox", "note", error, remedy)
 
 
 def _judge_apex(machine: Machine) -> Diagnosis:

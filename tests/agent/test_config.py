@@ -38,8 +38,8 @@ def test_an_agent_is_a_function_or_a_command(agent: Any, command: Any, name: Any
             "environment must be left out with agent, got c:D",
         ),
         (
-            {"agent": "a:b", "agent_sandbox": {"kind": "monty"}},
-            "agent_sandbox.kind",
+            {"agent": "a:b", "agent_sandbox": {"timeout_s": 5}},
+            "agent_sandbox.timeout_s",
         ),
         (
             {"agent": "a:b", "agent_python": "/opt/bin/python"},

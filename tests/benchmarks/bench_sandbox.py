@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from bapo_megatron.config.sandbox import SANDBOXES, SandboxConfig
+from bapo_megatron.config.sandbox import SandboxConfig
+from bapo_megatron.sandbox.bubblewrap import open_sandbox
 from bapo_megatron.sandbox.cgroup import left_behind
-from bapo_megatron.sandbox.load import open_sandbox
 
 _HOSTILE = (
     "while True: pass",
@@ -56,13 +56,13 @@ def _is_of_sandbox(path: Path) -> bool:
         return False
 
 
-def call(kind: str, caller: int, runs: int, hostile_share: float) -> list[float]:
+def call(caller: int, runs: int, hostile_share: float) -> list[float]:
     """The seconds of each short program."""
-    config = SandboxConfig.model_validate({"kind": kind, "timeout_s": 0.5})
+    config = SandboxConfig(timeout_s=0.5)
     draws, seconds, num_ok = random.Random(caller), [], 0
     with closing(open_sandbox(config)) as sandbox:
         for number in range(runs):
-            is_hostile = kind == "bubblewrap" and draws.random() < hostile_share
+            is_hostile = draws.random() < hostile_share
             program = draws.choice(_HOSTILE) if is_hostile else f"print({number} * 7)"
             start_s = time.perf_counter()
             outcome = sandbox.run(program)
@@ -73,38 +73,31 @@ def call(kind: str, caller: int, runs: int, hostile_share: float) -> list[float]
     return seconds
 
 
-def measure(kind: str, runs: int, hostile_share: float, callers: int) -> str:
+def measure(runs: int, hostile_share: float, callers: int) -> str:
     """A row: runs per second of wall clock and of CPU time, and percentiles."""
     before_s, before = time.perf_counter(), sum(os.times()[:4])
     with ThreadPoolExecutor(callers) as threads:
         share = [runs // callers] * callers
-        parts = threads.map(
-            call, [kind] * callers, range(callers), share, [hostile_share] * callers
-        )
+        parts = threads.map(call, range(callers), share, [hostile_share] * callers)
         seconds = [second for part in parts for second in part]
     wall_s, cpu_s = time.perf_counter() - before_s, sum(os.times()[:4]) - before
     p50, p95, p99 = (1000 * statistics.quantiles(seconds, n=100)[p - 1] for p in (50, 95, 99))
-    hostile = f"{hostile_share:.0%}" if kind == "bubblewrap" else "–"
     rate, cpu_rate = runs / wall_s, runs / max(cpu_s, 1e-3)
     times = " | ".join(f"{p:.2f} ms" for p in (p50, p95, p99))
-    return f"| {kind} | {runs:,} | {hostile} | {rate:,.0f} | {cpu_rate:,.0f} | {times} |"
+    return f"| {runs:,} | {hostile_share:.0%} | {rate:,.0f} | {cpu_rate:,.0f} | {times} |"
 
 
 def main() -> None:
-    """Print a row for each kind of sandbox."""
+    """Print a row, and what is left."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--callers", type=int, default=1)
     parser.add_argument("--hostile", type=float, default=0.0)
-    parser.add_argument("--kinds", nargs="+", default=SANDBOXES, choices=SANDBOXES)
     options = parser.parse_args()
-    for kind in options.kinds:  # imports, and descriptors that Python and Monty keep
-        measure(kind, 5, 0, 1)
+    measure(5, 0, 1)  # imports, and descriptors that Python keeps
     before = traces()
-    rows = ["| kind | runs | hostile | runs/s | runs/s of CPU | p50 | p95 | p99 |"]
-    rows += [
-        measure(kind, options.runs, options.hostile, options.callers) for kind in options.kinds
-    ]
+    rows = ["| runs | hostile | runs/s | runs/s of CPU | p50 | p95 | p99 |"]
+    rows.append(measure(options.runs, options.hostile, options.callers))
     after = traces()
     left = {name: new for name in after if (new := after[name] - before[name])}
     sys.stdout.write("\n".join([*rows, f"left behind: {left or 'nothing'}", ""]))

@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.benchmarks.harness import REPOSITORY
 from tests.engine.helpers import make_model_dir
 
-PLAY = '''
+PLAY = """
 import json
 from urllib.request import Request, urlopen
 
@@ -44,7 +44,7 @@ def play(task, base_url, api_key):
 
 def length(response, answer, sample, row):
     return float(len(response) % 2)
-'''
+"""
 KINDS = {
     "plain": {},
     "environment": {"environment": "played:Again", "episodes": {"max_turns": 2}},
@@ -98,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         lines = trace(arguments.kind, arguments.repo, Path(directory))
-    print(*lines, f"{len(lines)} files", sep="\n")
+    sys.stdout.write("\n".join([*lines, f"{len(lines)} files", ""]))
 
 
 if __name__ == "__main__":

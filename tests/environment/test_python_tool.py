@@ -132,15 +132,6 @@ async def test_without_a_sandbox_the_start_fails_by_one_line(
     await environment.close()
 
 
-def test_monty_runs_cells_by_its_name() -> None:
-    pytest.importorskip("pydantic_monty")
-    tool = PythonTool({"sandbox": {"kind": "monty", "timeout_s": 2.0}})
-    first = tool.step(tool.start(TASK), turn_of("x = 6"))
-    tool._warm.clear()
-    assert outputs(tool.step(first.state, turn_of("x * 7"))) == ["42\n"]
-    tool._sandbox.close()
-
-
 def test_the_configuration_is_checked() -> None:
     with pytest.raises(ValueError, match="tool_format must be one of hermes, llama3 with tools"):
         RolloutConfig(environment="python_tool")

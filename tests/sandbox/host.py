@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.sandbox import SandboxConfig
-from bapo_megatron.sandbox.load import open_sandbox
+from bapo_megatron.sandbox.bubblewrap import open_sandbox
 from tests.sandbox.probes import CANARY, filled
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,9 +19,8 @@ import pytest
 
 from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
-from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, _lock
+from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, _lock, open_sandbox
 from bapo_megatron.sandbox.cgroup import Cgroup, left_behind
-from bapo_megatron.sandbox.load import open_sandbox
 from tests.sandbox.host import REPOSITORY, require_bubblewrap
 
 if TYPE_CHECKING:

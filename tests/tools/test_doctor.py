@@ -50,10 +50,7 @@ CPU_ONLY = Machine(
         "apex": None,
     },
     errors={"apex": "it is not NVIDIA's"},
-    sandboxes={
-        "bubblewrap": "your user id; memory 512 MB by cgroup",
-        "monty": "an interpreter without system calls; memory 512 MB",
-    },
+    sandbox="your user id; memory 512 MB by cgroup",
 )
 
 ON_A_GPU = replace(CPU_ONLY, build=BUILD, gpus=(Device("NVIDIA H200", 90),))
@@ -206,13 +203,12 @@ def test_with_nvcc_the_cuda_kernels_are_built_for_three_architectures() -> None:
 
 
 def test_a_sandbox_says_what_limits_programs_or_how_to_get_it() -> None:
-    works = Diagnosis("sandbox: bubblewrap", "ok", "your user id; memory 512 MB by cgroup")
-    assert diagnosis(CPU_ONLY, "sandbox: bubblewrap") == works
-    errors = {"monty": "pydantic-monty is not installed (no module); pip install pydantic-monty"}
-    machine = replace(CPU_ONLY, sandboxes={"bubblewrap": ""}, errors={**CPU_ONLY.errors, **errors})
-    missing = "pydantic-monty is not installed (no module)"
-    line = Diagnosis("sandbox: monty", "note", missing, "pip install pydantic-monty")
-    assert diagnosis(machine, "sandbox: monty") == line
+    works = Diagnosis("sandbox", "ok", "your user id; memory 512 MB by cgroup")
+    assert diagnosis(CPU_ONLY, "sandbox") == works
+    errors = {**CPU_ONLY.errors, "sandbox": "bubblewrap (bwrap) is not installed; install it"}
+    machine = replace(CPU_ONLY, sandbox="", errors=errors)
+    line = Diagnosis("sandbox", "note", "bubblewrap (bwrap) is not installed", "install it")
+    assert diagnosis(machine, "sandbox") == line
 
 
 def test_overrides_need_the_configuration_of_a_cluster() -> None:

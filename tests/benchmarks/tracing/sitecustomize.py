@@ -6,6 +6,7 @@ between the request for the first batch and the first optimizer step (``trace_fi
 
 import os
 import sys
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -51,7 +52,7 @@ def _on_start(code: CodeType, _: int) -> object:
     if any(_holds(frame.f_locals.get(name)) for name in names):
         _seen.add(code.co_filename)
         file = code.co_filename.rpartition(_PACKAGE)[2]
-        with open(_OUT, "a") as out:
+        with Path(_OUT).open("a") as out:
             out.write(f"{file} {code.co_qualname}\n")
     return None
 
