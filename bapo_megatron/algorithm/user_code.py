@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from bapo_megatron.runtime.names import LoadError, load_named, raised_at, shown
 from bapo_megatron.runtime.processes import RequestedExit, forks_ended
 
@@ -79,6 +77,8 @@ class UserCode:
 
 def kind_of(value: Any) -> str:
     """Describe a value for messages."""
-    if isinstance(value, Tensor):
+    import torch  # reading a configuration imports this module
+
+    if isinstance(value, torch.Tensor):
         return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
     return f"a {type(value).__module__}.{type(value).__name__}".replace(" builtins.", " ")

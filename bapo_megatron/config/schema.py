@@ -3,9 +3,10 @@
 A name that ends in ``_s`` holds seconds. ``load.load_config`` reads YAML into ``RunConfig`` and
 turns validation errors into one line; ``check.check_config`` holds rules that cross sections.
 
-The options of an objective are beside its loss, in a layer above this one. ``AlgorithmConfig`` gets
-them as fields when this module is imported: it asks ``algorithm.objectives``, by name, for the
-sections of all objectives. No file there imports torch, so nor does reading a configuration.
+Objectives with their options, and advantages, are declared in a layer above this one. When this
+module is imported, it asks ``algorithm.objectives`` and ``algorithm.advantage``, by name, for them,
+and ``AlgorithmConfig`` gets the options as fields. No file there imports torch, so nor does reading
+a configuration.
 """
 
 import importlib
@@ -76,19 +77,13 @@ OBJECTIVES: tuple[str, ...] = tuple(_objectives.NAMED)
 DUAL_CLIPPED = tuple(name for name, entry in _objectives.NAMED.items() if entry.dual_clip)
 """Objectives that take ``algorithm.dual_clip``."""
 
-ADVANTAGES = (
-    "grpo",
-    "grpo_no_std",
-    "rloo",
-    "opo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "distill",
-)
+_advantage = importlib.import_module("bapo_megatron.algorithm.advantage")
+
+ADVANTAGES: tuple[str, ...] = tuple(_advantage.NAMED)
 """Names that ``algorithm.advantage`` takes."""
 
-SHIFTED = ("grpo_no_std", "rloo", "opo")
-"""Advantages of the form R minus a baseline, which ``algorithm.baseline_shift`` moves."""
+SHIFTED: tuple[str, ...] = _advantage.SHIFTED
+"""Advantages that take ``algorithm.baseline_shift``."""
 
 
 _USUAL_NAMES = {name: f"the loss of {name.upper()} is clip" for name in ("grpo", "ppo")}
