@@ -3,6 +3,7 @@
 The *age* of a token: optimizer updates since the weights that sampled it (docs/algorithm.md).
 """
 
+import importlib
 import operator
 import shlex
 from collections.abc import Sequence
@@ -22,8 +23,11 @@ from bapo_megatron.config.section import (
 )
 from bapo_megatron.runtime.calls import shown_value
 
-ENGINES = ("sglang", "local")
+_engines = importlib.import_module("bapo_megatron.engine")  # a layer above, as in ``schema``
+ENGINES: tuple[str, ...] = tuple(_engines.BUILT_IN)
 """Built-in engines."""
+WITH_SERVERS: tuple[str, ...] = _engines.WITH_SERVERS
+"""Those of them that sample in servers."""
 TOOL_FORMATS = ("none", "hermes", "llama3")
 """How a policy writes tool calls."""
 SINGLE_TURN = "single_turn"
@@ -75,17 +79,11 @@ class SpeculativeConfig(Section):
                 f"draft_model must be set with method: draft, and only then, got "
                 f"{self.draft_model} with {self.method}; change one of them"
             )
-        if self.method == "ngram" and self.draft_tokens > 1:
-            raise ValueError(
-                f"draft_tokens must be 1 with method: ngram, got {self.draft_tokens}: SGLang fills "
-                "up a longer draft with copies of token 0, any of which may be accepted, so that "
-                "it is sampled too often; set 1, or use another method"
-            )
         return self
 
 
 class ServerConfig(Section):
-    """SGLang servers that this project starts: the trainer's own, or those of ``serve``."""
+    """Servers that this project starts: the trainer's own, or those of ``serve``."""
 
     count: int = Field(1, ge=1)
     """Number of servers; each takes the node's next ``tensor`` GPUs."""
@@ -103,7 +101,7 @@ class ServerConfig(Section):
     tensor: int = Field(1, ge=1)
     """Tensor-parallel size of each server."""
     mem_fraction: float = Field(0.8, gt=0, lt=1)
-    """``--mem-fraction-static`` on GPUs."""
+    """Share of a GPU's memory for weights and KV cache."""
     max_total_tokens: int | None = Field(None, ge=1)
     """Size of the KV cache in tokens; null: the server's choice on a GPU, else 65536."""
     max_running_requests: int | None = Field(None, ge=1)
@@ -113,7 +111,7 @@ class ServerConfig(Section):
     """``fp8``: every weight sync is quantized; needs ``algorithm.correction``, and Qwen2 or
     Qwen3."""
     extra_args: tuple[str, ...] = ()
-    """Further arguments for ``sglang.launch_server``."""
+    """Further arguments for the server's own command."""
 
 
 class DynamicSamplingConfig(Section):
@@ -272,9 +270,14 @@ _EXCLUDED = {
 class RolloutConfig(Section):
     """Generation of one step's samples."""
 
-    engine: Annotated[str, built_in_or_own(ENGINES, "Class")] = "sglang"
-    """``sglang``, ``local`` (the transformers model in the collector's process: no server, and
-    repeats bit for bit), or ``package.module:Class``."""
+    engine: Annotated[str, built_in_or_own(ENGINES, "Class")] = Field(
+        ENGINES[0],
+        description=", ".join(
+            f"``{name}`` ({about})" if about else f"``{name}``"
+            for name, about in _engines.BUILT_IN.items()
+        )
+        + ", or ``package.module:Class``.",
+    )
     environment: Annotated[str, built_in_or_own((SINGLE_TURN, PYTHON_TOOL), "Class")] = SINGLE_TURN
     """What answers the policy's turns: nothing (``single_turn``), an interpreter
     (``python_tool``), or ``package.module:Class`` (docs/extending.md)."""
@@ -359,6 +362,11 @@ class RolloutConfig(Section):
     keep_dumps: int = Field(0, ge=0)
     """Number of newest dumps to keep, with their texts and experts; 0: all. Must exceed
     ``checkpoint.every_steps``, so that a replay from the newest checkpoint has all later steps."""
+
+    @property
+    def has_own_gpus(self) -> bool:
+        """Whether it samples in servers on other GPUs than the trainer's."""
+        return self.engine in WITH_SERVERS and not self.colocated
 
     @property
     def starts_servers(self) -> bool:

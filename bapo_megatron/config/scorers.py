@@ -1,13 +1,19 @@
 """Configuration of the frozen models that score tokens: a KL reference and a teacher."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from bapo_megatron.config.rollout import ENGINES, WITH_SERVERS
 from bapo_megatron.config.section import AbsolutePath, Section
 
 REFERENCE_KEY = "algorithm.kl.reference"
 TEACHER_KEY = "algorithm.distillation.teacher"
+
+if TYPE_CHECKING:
+    _TeacherEngine = str
+else:
+    _TeacherEngine = Literal["", *ENGINES]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -64,20 +70,21 @@ class KlConfig(Section):
 class TeacherConfig(FrozenModelConfig):
     """The teacher: a model in the trainer, or one that engines serve to score responses."""
 
-    engine: Literal["", "sglang", "local"] = ""
-    """Empty: in the trainer. ``sglang``: on ``servers``; ``local``: with transformers, in the
+    engine: _TeacherEngine = ""
+    """Empty: in the trainer; else a built-in ``rollout.engine``, on ``servers`` or in the
     collector's process. The tokenizer is always read from ``path``."""
     servers: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
-    """Addresses (http://host:port) of running SGLang servers with this model."""
+    """Addresses (http://host:port) of running servers with this model."""
     patience_s: float = Field(900.0, gt=0)
     """How long a run waits without a usable server before it saves and ends."""
 
     @model_validator(mode="after")
     def _engine_fits(self) -> Self:
-        if self.servers and self.engine != "sglang":
+        if self.servers and self.engine not in WITH_SERVERS:
+            names = " or ".join(WITH_SERVERS)
             raise ValueError(
-                f"servers must be left out unless engine is sglang, got {len(self.servers)} with "
-                f"engine: '{self.engine}'; set engine: sglang, or remove them"
+                f"servers must be left out unless engine is {names}, got {len(self.servers)} with "
+                f"engine: '{self.engine}'; set engine: {names}, or remove them"
             )
         return self
 
@@ -124,7 +131,7 @@ class DistillationConfig(Section):
         needs_engine = self.loss == "top_k"
         if self.loss != "tokens" and needs_engine != bool(self.teacher.engine):
             raise ValueError(
-                f"teacher.engine must be {'sglang or local' if needs_engine else 'empty'} with "
+                f"teacher.engine must be {' or '.join(ENGINES) if needs_engine else 'empty'} with "
                 f"loss: {self.loss}, got '{self.teacher.engine}'; change one of them"
             )
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.rollout import ENGINES
+from bapo_megatron.engine import BUILT_IN
 from bapo_megatron.runtime.names import LoadError, load_named
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def load_kind(name: str) -> EngineKind:
         ConfigError: It cannot be imported.
     """
     try:
-        path = (
-            f"bapo_megatron.engine.{name}.kind:{name.capitalize()}Kind" if name in ENGINES else name
-        )
-        return cast("EngineKind", load_named(path)())
+        own = f"bapo_megatron.engine.{name}.kind:{name.capitalize()}Kind"
+        return cast("EngineKind", load_named(own if name in BUILT_IN else name)())
     except LoadError as error:
         raise ConfigError(f"rollout.engine: {error}") from error

@@ -44,8 +44,6 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "PET_", "GROUP_", "ROLE_")
 _TORCHRUN_NAMES = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 )
-_SHARED_FILES = ("sglang_loads_*", "sem.mp-*")
-"""SGLang's load metrics, and semaphores of Python's multiprocessing, in /dev/shm."""
 _COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _SHARED_NAMES = "shared_files"
 _PRIVATE_PREFIX = "bapo_megatron-"
@@ -63,7 +61,7 @@ _RETRY_S = 0.01
 def nccl_settings() -> dict[str, str]:
     """Return the environment variables that all members of an NCCL group must share.
 
-    The defaults are SGLang's, which differ from NCCL's: mixed groups fail or hang.
+    Engines choose other defaults than NCCL, as these are: mixed groups fail or hang.
     """
     return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0")}
 
@@ -134,10 +132,10 @@ def _wait_until_gone(process: subprocess.Popen[bytes], wait_s: float) -> bool:
         time.sleep(_POLL_S)
 
 
-def shared_files(group_id: int) -> set[Path]:
+def shared_files(group_id: int, patterns: Iterable[str]) -> set[Path]:
     """Return a process group's files in /dev/shm, by the inodes that its processes have mapped.
 
-    It must not share them with other groups. Their names do not identify the owner.
+    It must not share those of ``patterns`` with other groups. Names do not identify the owner.
     """
     inodes: set[int] = set()
     for entry in Path("/proc").iterdir():
@@ -147,7 +145,7 @@ def shared_files(group_id: int) -> set[Path]:
             if os.getpgid(int(entry.name)) == group_id:
                 inodes.update(map(int, _MAPPED_INODE.findall((entry / "maps").read_text())))
     files = set()
-    for pattern in _SHARED_FILES:
+    for pattern in patterns:
         for path in Path("/dev/shm").glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino in inodes:
@@ -155,12 +153,12 @@ def shared_files(group_id: int) -> set[Path]:
     return files
 
 
-def unlink_shared_files(group_id: int, known: Iterable[Path] = ()) -> None:
-    """Unlink a group's files in /dev/shm, and ``known`` ones of processes that have exited.
+def unlink_shared_files(group_id: int, patterns: Iterable[str], known: Iterable[Path] = ()) -> None:
+    """Unlink a group's ``shared_files``, and ``known`` ones of processes that have exited.
 
     A killed group would leave them forever. Running processes keep their mappings.
     """
-    for path in {*known, *shared_files(group_id)}:
+    for path in {*known, *shared_files(group_id, patterns)}:
         path.unlink(missing_ok=True)
 
 

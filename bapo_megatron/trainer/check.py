@@ -7,7 +7,7 @@ import importlib.util
 
 from bapo_megatron.config.check import POSITIONS, check_config, check_model_dir
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.rollout import WITH_SERVERS, RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.config.teacher import as_policy, naming_teacher
@@ -25,7 +25,7 @@ from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number
 
 _RESERVED_POSITIONS = 7
-"""Positions that an SGLang server reserves beyond its input."""
+"""Positions that a server reserves beyond its input (SGLang: 7)."""
 
 
 def check_training(
@@ -84,15 +84,15 @@ def _check_frozen_models(config: RunConfig, policy: HfConfig, *, owns_files: boo
 
 
 def _check_served_teacher(config: RunConfig) -> None:
-    """Check a teacher behind engines; SGLang servers have its weights."""
+    """Check a teacher behind engines; servers have its weights."""
     distillation, key = config.algorithm.distillation, f"{TEACHER_KEY}.path"
     teacher = distillation.teacher
     assert teacher.path is not None, "DistillationConfig requires it"
-    is_remote = teacher.engine == "sglang"
+    is_remote = teacher.engine in WITH_SERVERS
     if is_remote and not teacher.servers:
         raise ConfigError(
-            f"{TEACHER_KEY}.servers: must be given with engine: sglang, got none; start them with "
-            "serve --teacher (docs/rollout.md), or change engine"
+            f"{TEACHER_KEY}.servers: must be given with engine: {teacher.engine}, got none; start "
+            "them with serve --teacher (docs/rollout.md), or change engine"
         )
     hf_config = check_model_dir(teacher.path, key, needs_weights=not is_remote)
     check_same_vocabulary(config.model.path, teacher.path, key)
@@ -140,7 +140,7 @@ def _check_packages(wandb_project: str) -> None:
 
 def _check_gpus(rollout: RolloutConfig) -> None:
     first_gpu, num_ranks = rollout.server.first_gpu, launched_number("LOCAL_WORLD_SIZE", 1)
-    has_servers = rollout.engine == "sglang" and rollout.starts_servers and not rollout.colocated
+    has_servers = rollout.has_own_gpus and rollout.starts_servers
     if has_servers and count_gpus() and first_gpu < num_ranks:
         raise ConfigError(
             f"rollout.server.first_gpu: must be at least {num_ranks}, the number of ranks on this "

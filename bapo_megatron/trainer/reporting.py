@@ -189,7 +189,7 @@ def report_run(
 def _rollout_gpus(config: RunConfig) -> int:
     """Return the GPUs of the servers, as configured; 0 if they are the trainer's or on a CPU."""
     rollout = config.rollout
-    if rollout.colocated or rollout.engine != "sglang" or config.replay.dumps is not None:
+    if not rollout.has_own_gpus or config.replay.dumps is not None:
         return 0
     file = rollout.servers_file
     listed = rollout.servers if file is None else file.read_text().split()

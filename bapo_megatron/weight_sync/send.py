@@ -394,17 +394,17 @@ def shared_memory_payload(layout: BucketLayout, flat: Tensor) -> str:
     """Return a bucket for another process of the node, which maps the same memory.
 
     The payload is a torch.multiprocessing pickle, as base64: on the CPU it names a file in shared
-    memory, on a GPU it has a CUDA IPC handle and event. It contains SGLang's "flattened bucket", a
-    dict of ``flattened_tensor`` (``flat``, uint8) and ``metadata``: the name, shape, dtype, first
-    byte, end and size of each tensor, as attributes. An engine's unpickler must allow only torch's
-    own classes and ``functools.partial``.
+    memory, on a GPU it has a CUDA IPC handle and event. It contains a dict of ``flattened_tensor``
+    (``flat``, uint8) and ``metadata``: the name, shape, dtype, first byte, end and size of each
+    tensor, as attributes. An engine's unpickler must allow only torch's own classes and
+    ``functools.partial``.
 
     Open a payload once, because torch counts the processes that map the memory, and keep the tensor
     until then.
     """
     metadata, end = [], 0
     for (name, tensor), size in zip(unpack(layout, flat), tensor_sizes(layout), strict=True):
-        # The only type with attributes that SGLang's unpickler allows.
+        # The only type with attributes that engines must allow.
         entry: functools.partial[object] = functools.partial(dict)
         place = {"start_idx": end, "end_idx": end + size, "numel": size}
         vars(entry).update(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, **place)

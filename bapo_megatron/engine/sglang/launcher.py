@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from bapo_megatron.engine.sglang import SHARED_FILES
 from bapo_megatron.engine.sglang.keys import InfoAnswers, KeyCheck
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE, unlink_shared_files
@@ -124,7 +125,7 @@ def _end_with_owner(owner_pid: int, scratch: Path) -> None:
         readable, _, _ = select.select([sys.stdin], [], [], _OWNER_POLL_S)
         if readable and not os.read(sys.stdin.fileno(), 1024):
             break
-    unlink_shared_files(os.getpgrp())
+    unlink_shared_files(os.getpgrp(), SHARED_FILES)
     shutil.rmtree(scratch, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 

@@ -29,6 +29,7 @@ from bapo_megatron.engine.base import (
     EngineServer,
     Readiness,
 )
+from bapo_megatron.engine.sglang import SHARED_FILES
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
 from bapo_megatron.engine.sglang.settings import ALGORITHMS, SERVERS_KEY, server_addresses
@@ -168,7 +169,9 @@ class SglangServer:
         finally:
             await client.close()
         if not self._has_all_shared_files and self._process is not None:
-            self._shared_files |= await asyncio.to_thread(shared_files, self._process.pid)
+            self._shared_files |= await asyncio.to_thread(
+                shared_files, self._process.pid, SHARED_FILES
+            )
             self._has_all_shared_files = readiness is Readiness.READY
             if self._scratch is not None:
                 self._scratch.note_shared_files(self._shared_files)
@@ -178,7 +181,7 @@ class SglangServer:
         """See ``EngineServer``."""
         process = self._process
         if process is not None and process.poll() is None:
-            unlink_shared_files(process.pid)
+            unlink_shared_files(process.pid, SHARED_FILES)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -191,7 +194,7 @@ class SglangServer:
                 self._port_holder.close()
             if self._process is not None:
                 atexit.unregister(self.close)
-                unlink_shared_files(self._process.pid, self._shared_files)
+                unlink_shared_files(self._process.pid, SHARED_FILES, self._shared_files)
                 self._shared_files, self._has_all_shared_files = set(), False
                 end_group(self._process)  # no grace: it has no state
                 self._process = None

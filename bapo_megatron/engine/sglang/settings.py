@@ -149,6 +149,13 @@ def check_acceleration(config: RunConfig) -> None:
         )
     if method == "none":
         return
+    if method == "ngram" and server.speculative.draft_tokens > 1:
+        raise ConfigError(
+            "rollout.server.speculative.draft_tokens: must be 1 with method: ngram, got "
+            f"{server.speculative.draft_tokens}: SGLang fills up a longer draft with copies of "
+            "token 0, any of which may be accepted, so that it is sampled too often; set 1, or use "
+            "another method"
+        )
     if server.max_running_requests is None:
         raise ConfigError(
             f"rollout.server.max_running_requests: must be set with speculative.method: {method}, "

@@ -102,7 +102,7 @@ class PlannedRun:
     def num_gpus(self) -> int:
         """GPUs of its ranks and of its own servers, on a machine with GPUs."""
         rollout = self.config.rollout
-        has_own = rollout.engine == "sglang" and rollout.starts_servers and not rollout.colocated
+        has_own = rollout.has_own_gpus and rollout.starts_servers
         return self.ranks + has_own * rollout.server.count * rollout.server.tensor
 
     def command(self) -> list[str]:

@@ -21,6 +21,7 @@ import pytest
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.teacher import as_policy
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.engine.sglang import SHARED_FILES
 from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
@@ -291,8 +292,8 @@ def test_of_the_shared_files_only_those_of_the_ended_group_are_removed(tmp_path:
         semaphore = Path(process.stdout.readline().strip())
         assert mine.exists()
         assert semaphore.exists()
-        assert shared_files(process.pid) == {mine, semaphore}
-        unlink_shared_files(process.pid, [mine])
+        assert shared_files(process.pid, SHARED_FILES) == {mine, semaphore}
+        unlink_shared_files(process.pid, SHARED_FILES, [mine])
         assert not mine.exists()
         assert not semaphore.exists()
         assert others.exists()
@@ -326,7 +327,7 @@ def test_no_process_or_temporary_file_outlives_an_owner_that_is_killed(
             sockets = [path for path in scratch.rglob("*") if path.is_socket()]
         assert {path.parent.parent for path in sockets} == {scratch}
         launcher = next(p for p in descendants(owner.pid) if "sglang.launcher" in str(p.cmdline()))
-        shared = shared_files(launcher.pid)
+        shared = shared_files(launcher.pid, SHARED_FILES)
         command_line = psutil.Process(owner.pid).cmdline()
         started = descendants(owner.pid)
         forked = {process for process in started if process.cmdline() == command_line}

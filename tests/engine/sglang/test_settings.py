@@ -181,7 +181,7 @@ def test_acceleration_passes_where_it_is_exact_or_corrected(check: Check) -> Non
 
 
 def test_drafts_are_refused_that_are_not_exact_or_have_no_model(check: Check) -> None:
-    with pytest.raises(ConfigError, match=r"draft_tokens' must be 1 with .*ngram, got 4.*token 0"):
+    with pytest.raises(ConfigError, match=r"draft_tokens: must be 1 with .*ngram, got 4.*token 0"):
         check(*NGRAM, "rollout.server.speculative.draft_tokens=4")
     for overrides in ("{method: draft}", "{method: mtp, draft_model: model}"):
         with pytest.raises(ConfigError, match=r"draft_model' must be set with method: draft, and"):
