@@ -6,6 +6,7 @@ import typer
 
 from bapo_megatron.commands.options import ConfigArgument, OverridesArgument, load
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.rollout import WITH_SERVERS
 from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.config.section import with_values
 from bapo_megatron.engine.load import load_kind
@@ -30,4 +31,6 @@ def command(
         )
     served = with_values(run, model={"path": path}, rollout={"colocated": False})
     served = served.without_router_replay()
-    load_kind("sglang").serve(served, typer.echo, key=f"{TEACHER_KEY}.servers")
+    engine = run.algorithm.distillation.teacher.engine
+    kind = load_kind(engine if engine in WITH_SERVERS else WITH_SERVERS[0])
+    kind.serve(served, typer.echo, key=f"{TEACHER_KEY}.servers")
