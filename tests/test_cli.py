@@ -1,7 +1,5 @@
 """The command line: what it imports, how it ends, and what it says of errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The scripts in examples/: clean shell, the commands that they run, and runs of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,12 +1,11 @@
 """The examples of docs/extending.md work as they are printed."""
 
-from __future__ import annotations
-
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,6 @@ from bapo_megatron.algorithm.loss import differentiate
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.engine.load import load_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 

@@ -1,7 +1,5 @@
 """The set-up script says in one line what is missing, before it installs anything."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,13 +1,12 @@
 """The scripts in examples/ on several machines: trainers on two, servers on a third one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,10 +19,6 @@ from tests.reward.own_functions import EVEN_LENGTH
 from tests.test_examples import EXAMPLES, KEY, environment
 from tests.test_examples import run as run_script
 from tests.trainer.dumps import make_random_model, replay_settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.sglang, pytest.mark.exhaustive]
 

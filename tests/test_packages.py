@@ -1,7 +1,5 @@
 """The sdist has what a build needs; its wheel works in an environment without the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

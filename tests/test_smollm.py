@@ -1,7 +1,5 @@
 """examples/smollm: a GGUF file becomes a model that computes the same, and the data are right."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

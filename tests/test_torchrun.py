@@ -1,15 +1,14 @@
 """Who reaches a run on one node: from another machine, nobody."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -17,10 +16,6 @@ import pytest
 from tests.launch import Launched, free_port
 from tests.nodes import Node, make_nodes
 from tests.trainer.chaos import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 TRY_PORTS = """
 import socket, sys

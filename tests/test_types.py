@@ -1,7 +1,5 @@
 """What a sample knows of its turns."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.data.samples import make_episode, make_sample

@@ -1,7 +1,5 @@
 """Bounds of the tokens in a dump."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``config``: the keys of every run, and one run resolved and checked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``data show``: counts, lengths, shares and prompts, without starting anything."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,12 +1,10 @@
 """The commands ``eval`` and ``compare``, as a user starts them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -19,6 +17,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.evaluation.samples import (
+    EvalSample,
     ResultsError,
     fingerprint,
     iterate_samples,
@@ -31,11 +30,6 @@ from tests.launch import run, start
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.forked_collector import forked_collectors
 from tests.trainer.chaos import wait_for
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bapo_megatron.evaluation.samples import EvalSample
 
 WRITTEN = [
     sample(f"sums.jsonl:{row}", index, answer=str(row), response=response, reward=0.0)

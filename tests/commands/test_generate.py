@@ -1,11 +1,9 @@
 """Generation without a trainer, as a user starts it."""
 
-from __future__ import annotations
-
 import json
 import signal
 import statistics
-from typing import TYPE_CHECKING
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -24,9 +22,6 @@ from tests.launch import run, start
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.forked_collector import forked_collectors
 from tests.trainer.chaos import wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The ``grade`` command, as a user starts it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -23,9 +22,6 @@ from bapo_megatron.reward.base import RewardError
 from bapo_megatron.runtime.processes import run_async
 from tests.launch import REPOSITORY, run
 from tests.reward.own_functions import EVEN_LENGTH
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.slow
 

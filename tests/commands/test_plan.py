@@ -1,18 +1,13 @@
 """``python -m bapo_megatron plan``, as a user types it."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.launch import run
 from tests.tools.planning.cases import MODELS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MODEL = str(MODELS / "deepseek-r1-distill-qwen-7b.json")
 

@@ -1,11 +1,10 @@
 """``samples show``: a step's responses for reading, safe for the terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -19,9 +18,6 @@ from bapo_megatron.tools.report.rollouts import read_step
 from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, VersionSpan
 from tests.data.samples import add_branch, make_episode, make_sample
 from tests.tools.report.made_runs import SCRIPT, make_run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")

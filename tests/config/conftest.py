@@ -1,7 +1,5 @@
 """Configurations that tests break: a base to inherit from, and a runnable one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Configuration files, and what loading them says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

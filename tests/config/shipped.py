@@ -1,15 +1,11 @@
 """The files in configs/, for every test that loops over them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.config.load import load_config
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.schema import RunConfig
 
 FOLDER = Path(__file__).parents[2] / "configs"
 

@@ -1,7 +1,5 @@
 """What a wrong value and a key are called in words."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

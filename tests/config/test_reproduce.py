@@ -1,24 +1,19 @@
 """Every command of docs/reproduce.md is what its row says, and could start."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from tests.config.shipped import FOLDER, hf_config, hf_config_file, write_inputs
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
 
 TEXT = (REPOSITORY / "docs" / "reproduce.md").read_text()
 COMMANDS = [

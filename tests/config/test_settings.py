@@ -1,7 +1,5 @@
 """A configuration as a flat table, and what of it leaves the machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

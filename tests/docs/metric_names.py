@@ -1,14 +1,9 @@
 """The names of metrics that docs/metrics.md lists."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 LISTED = [
     name

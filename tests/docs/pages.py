@@ -1,14 +1,10 @@
 """The Markdown pages of the repository, taken apart: code blocks, code spans, links, anchors."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PAGES = sorted(
     [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("csrc/*.md")]

@@ -1,19 +1,15 @@
 """What the pages tell people to type, and the commands of this project in it."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 
 from bapo_megatron.cli import app
 from tests.docs.pages import blocks, name_of, prose, spans
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _SCRIPTS = {
     "single_node.sh": ["train"],

@@ -1,7 +1,5 @@
 """What the pages show can be typed: every block is run, or says what it needs, and is parsed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,12 +1,10 @@
 """The pages agree with the code: links, architecture, changelog and names of metrics."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
 import tomllib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +13,6 @@ from bapo_megatron.telemetry.metrics import OLD_METRIC_NAMES
 from tests.docs.metric_names import LISTED, unlisted
 from tests.docs.pages import CURRENT, PAGES, anchors, blocks, links, name_of, prose
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 CHANGELOG = (REPOSITORY / "docs" / "changelog.md").read_text()

@@ -1,7 +1,5 @@
 """The documentation as a site: complete, without a warning, and without a request to others."""
 
-from __future__ import annotations
-
 import asyncio
 import html
 import os
@@ -9,7 +7,7 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +17,6 @@ from tests.chromium import Tab, chromium_tab
 from tests.docs.pages import PAGES, blocks, name_of, prose
 from tests.docs.shell import options_of
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LOADS = (
     r"""<(?:script|img|iframe|link|source|video|object|embed)\b[^>]*?\b(?:src|href|data)=["']?"""

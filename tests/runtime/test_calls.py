@@ -1,7 +1,5 @@
 """What crosses the border between two processes arrives as it was sent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """Joining process groups; the collectives are tested with the policy, on two ranks."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Exits in others' code."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

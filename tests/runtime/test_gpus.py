@@ -1,7 +1,5 @@
 """Which GPU of the data sheets a device is."""
 
-from __future__ import annotations
-
 import pytest
 
 from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu

@@ -1,7 +1,5 @@
 """Where a user's code is said to have failed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Child processes: what they inherit, how they end, what their logs tell."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The installed packages work together, or one line says which do not; imports compile nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

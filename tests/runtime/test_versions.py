@@ -1,7 +1,5 @@
 """Which commit and versions a run says that it ran."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What people are told: on the terminal, without one, and in the file that keeps it."""
 
-from __future__ import annotations
-
 import io
 import logging
 import signal

@@ -1,7 +1,5 @@
 """The line that says who is stuck; ``tests/trainer/test_stub_runs.py`` has a rank stop."""
 
-from __future__ import annotations
-
 from bapo_megatron.telemetry.hang import RankReport, describe_ranks
 
 

@@ -1,7 +1,5 @@
 """Metrics are quotients of global sums, by the documented names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

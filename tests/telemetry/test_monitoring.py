@@ -4,8 +4,6 @@ It need not be installed (Debian: ``apt-get install prometheus``): without it th
 skipped, in CI too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -15,8 +13,9 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -24,9 +23,6 @@ import yaml
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.telemetry.sinks import read_metrics, rows_served
 from tests.launch import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REPOSITORY = Path(__file__).parents[2]
 MONITORING = REPOSITORY / "examples" / "monitoring"

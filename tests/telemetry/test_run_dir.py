@@ -1,7 +1,5 @@
 """A run directory: one process gets it, another one knows who has it; and its starts."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -13,8 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -22,10 +22,6 @@ from bapo_megatron import __version__
 from bapo_megatron.telemetry import run_dir
 from bapo_megatron.telemetry.run_dir import read_starts, record_start, run_dir_locked
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 HOLDER = """
 import os, sys, time

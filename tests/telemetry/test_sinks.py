@@ -1,22 +1,21 @@
 """Where metrics go: the file, rows of the table, Prometheus, and trackers without a network."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
 import socket
 import struct
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata
 
-from bapo_megatron.config.schema import LogConfig
+from bapo_megatron.config.schema import LogConfig, RunConfig
 from bapo_megatron.config.settings import public_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.runtime.versions import Software
@@ -31,11 +30,6 @@ from bapo_megatron.telemetry.sinks import (
 from bapo_megatron.types import StepMetrics
 from tests.config.files import run_config
 from tests.launch import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bapo_megatron.config.schema import RunConfig
 
 
 def write(run_dir: Path, *rows: tuple[int, dict[str, float]], first: int = 0, **log: Any) -> None:

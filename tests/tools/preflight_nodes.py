@@ -4,8 +4,6 @@
 docs/benchmarks/preflight_cpu_202611.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,19 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from tests.launch import REPOSITORY, free_port
 from tests.nodes import INTERFACE, Node, make_nodes
 from tests.trainer.dumps import make_random_model
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 SLOW_LINK = f"tc qdisc replace dev {INTERFACE} root tbf rate 16mbit burst 64kbit latency 1s"
 FLOORS = ("--min-network", "0.004", "--min-disk", "0.001", "--min-free", "0.01")

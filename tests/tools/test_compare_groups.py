@@ -1,10 +1,9 @@
 """Groups of runs: looked for on the disk, read with their seeds, compared seed by seed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,14 +18,9 @@ from bapo_megatron.tools.compare import (
     newest_results,
     read_group,
 )
-from bapo_megatron.types import EvalProblem
+from bapo_megatron.types import EvalProblem, EvalResult
 from tests.evaluation.results import result
 from tests.launch import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.types import EvalResult
 
 
 def scored(seed: int, num_right: int, **options: Any) -> EvalResult:

@@ -1,7 +1,5 @@
 """The doctor's verdicts on machines that are described to it, and its report on this one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,14 +1,14 @@
 """``fetch`` from a local hub: what is there, what comes, what is damaged, and what cannot come."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -18,10 +18,6 @@ from bapo_megatron.commands.fetch import command
 from bapo_megatron.config.load import ConfigError, load_config
 from tests.fakes.fake_hub import COMMIT, FakeHub
 from tests.launch import REPOSITORY, free_port, run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 NEXT_COMMIT = "b" * 40
 SHARD = bytes(range(256)) * (44 << 10)

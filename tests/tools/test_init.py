@@ -1,28 +1,23 @@
 """``init``: what it writes passes ``data show``, ``plan`` and ``config``, as it says itself."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.config.load import load_config
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import flat_settings
 from bapo_megatron.data.rows import DataError
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.data.rows import write_jsonl
 from tests.launch import run
 from tests.tools.planning.cases import MODELS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
 
 
 @pytest.fixture

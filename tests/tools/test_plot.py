@@ -1,10 +1,9 @@
 """``plot``: colours tell runs, lines tell series, seeds are one band."""
 
-from __future__ import annotations
-
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,9 +13,6 @@ from matplotlib.colors import to_hex
 from bapo_megatron import cli
 from bapo_megatron.tools.plot import dynamics_figure
 from bapo_megatron.tools.report.figures import PANELS
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.exhaustive
 

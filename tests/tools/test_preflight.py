@@ -1,12 +1,11 @@
 """``doctor --cluster`` on three machines: nothing to report, and each fault named by its node."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from bapo_megatron.tools.doctor import Diagnosis
 from bapo_megatron.tools.preflight import _compare, _judge_network, _nccl_version
 from tests.launch import REPOSITORY, free_port
 from tests.tools.preflight_nodes import SLOW_LINK, Cluster, Fault, check, make_cluster, problems
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def texts(findings: Iterator[Diagnosis]) -> list[str]:

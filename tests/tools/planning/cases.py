@@ -1,7 +1,5 @@
 """The models, layouts and runs that plans are compared with Megatron on, without importing it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,20 +4,20 @@ One process plays every rank, with the fake backend (``tests.policy.fake_world``
 collectives are arbitrary; shapes, storages and messages are those of a real run.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -46,11 +46,6 @@ from tests.tools.planning.cases import (
     STATE,
     small_model,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from megatron.core.models.gpt import GPTModel
 
 
 def parameters() -> dict[str, list[list[int]]]:

@@ -1,7 +1,5 @@
 """The figures in docs/scaling.md are those that the command prints."""
 
-from __future__ import annotations
-
 import pytest
 
 from bapo_megatron.config.load import load_config

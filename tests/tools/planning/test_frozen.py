@@ -1,7 +1,5 @@
 """Plans with a reference or a teacher: memory and time by hand, and models as they are built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters, state and activations of a plan: what Megatron builds, allocates and keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole plans: memory by hand, verdicts, the list of layouts, errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

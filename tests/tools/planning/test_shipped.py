@@ -1,7 +1,5 @@
 """Every file in configs/ can be planned, and the layouts of those for clusters are built."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Bytes of a plan against the collectives that Megatron's model calls, and against hand counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,9 +1,8 @@
 """Run directories for the tests of the page, with texts that attack it."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -21,9 +20,6 @@ from bapo_megatron.types import (
     Sample,
     SampleText,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ESCAPES = "\x1b]0;attacked\x07\x1b[2J\x9b31m\u202e"
 """What would rename, clear, colour and reverse a terminal."""

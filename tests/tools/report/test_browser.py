@@ -1,13 +1,12 @@
 """The page in headless Chromium: it draws, asks for nothing, and lets people read rollouts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
 import subprocess
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from bapo_megatron.types import WrittenSpan
 from tests.chromium import Tab, chromium_tab
 from tests.launch import command
 from tests.tools.report.made_runs import SCRIPT, make_run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.exhaustive
 

@@ -1,21 +1,15 @@
 """The runs with a fault that docs/report.md practises on: each fault is what its name says."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.engine.local.kind import LocalKind
 from examples.faulty_runs import StaleKind, write_sets
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engine.helpers import MakeConfig
+from tests.engine.helpers import MakeConfig
 
 TOKENS = [3, 20, 77, 4, 9]
 LIMIT_S = 60.0

@@ -1,7 +1,5 @@
 """A base configuration, and evaluations that fake runs take theirs from."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,9 +1,8 @@
 """A base configuration whose files exist, sweeps of it, and results that a run may have."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -11,9 +10,6 @@ from bapo_megatron.evaluation.results import write_results
 from tests.evaluation.results import result
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.dumps import make_random_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VARIANTS = {"grpo": ["algorithm.objective=clip"], "bapo": ["algorithm.objective=bapo"]}
 

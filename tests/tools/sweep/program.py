@@ -1,16 +1,11 @@
 """``bapo-megatron`` with ``fake_train`` in the place of ``train``: program.py DIR ARGUMENTS…"""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bapo_megatron import cli
 from bapo_megatron.tools.sweep.file import PlannedRun
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FAKE = Path(__file__).parents[2] / "fakes" / "fake_train.py"
 

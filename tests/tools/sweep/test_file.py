@@ -1,7 +1,5 @@
 """A sweep's file: the runs that it asks for, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,17 +1,12 @@
 """What a sweep's results are made of, without a run."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.tools.sweep.file import load_sweep
 from bapo_megatron.tools.sweep.results import read_scores
 from tests.evaluation.results import result
 from tests.tools.sweep.files import write_sweep
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_variants_with_other_numbers_of_samples_are_compared_by_their_averages(

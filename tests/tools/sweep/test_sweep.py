@@ -1,7 +1,5 @@
 """Sweeps as a user starts them; ``train`` is replaced, but for one test."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -11,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import psutil
 import pytest
@@ -25,11 +24,8 @@ from tests.launch import Launched
 from tests.tools.sweep import program
 from tests.tools.sweep.files import write_sweep
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Start = Callable[[Path], Launched]
-    Finish = Callable[..., tuple[int, str, str]]
+Start = Callable[[Path], Launched]
+Finish = Callable[..., tuple[int, str, str]]
 
 pytestmark = pytest.mark.slow
 
