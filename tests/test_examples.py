@@ -1,7 +1,6 @@
 """The scripts in examples/: clean shell, the commands that they run, and runs of them."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -12,12 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
-from bapo_megatron.telemetry.sinks import read_metrics
-from tests import launch
-from tests.launch import REPOSITORY, free_port
-from tests.trainer.dumps import make_random_model, replay_settings, write_dumps
+from tests.launch import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
 SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.glob("*.sbatch")])
@@ -90,13 +85,6 @@ def run(script: str, *arguments: str, env: dict[str, str]) -> tuple[int, list[st
     return process.returncode, output.splitlines()
 
 
-def test_shell_scripts_are_clean() -> None:
-    scripts = [*SCRIPTS, REPOSITORY / "requirements" / "install.sh"]
-    shellcheck = Path(sys.executable).parent / "shellcheck"
-    result = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_short_strict_and_says_how_to_use_it(script: Path) -> None:
     text = script.read_text()
@@ -126,37 +114,43 @@ def test_without_arguments_a_script_says_what_it_needs(script: str, commands: Pa
     assert "usage" in lines[0]
 
 
-def test_single_node_runs_torchrun_on_every_gpu_with_megatron_s_settings(commands: Path) -> None:
-    python = stand_in(commands, "python", 'echo "$CUDA_DEVICE_MAX_CONNECTIONS: $*"')
-    status, lines = run("single_node.sh", "a.yaml", "x=[1, 2]", env=environment(PYTHON=str(python)))
-    assert (status, lines) == (
-        0,
-        [
-            "1: -m bapo_megatron.torchrun --nproc-per-node gpu "
-            "-m bapo_megatron train a.yaml x=[1, 2] --resume"
-        ],
-    )
+TORCHRUN = "1 -m bapo_megatron.torchrun"
+TWO_NODES = {"NNODES": "2", "MASTER_ADDR": "node0"}
+ON_TWO_NODES = "--nproc-per-node gpu --master-addr node0 --master-port 29500 -m bapo_megatron"
+SERVE = " -m bapo_megatron serve a.yaml rollout.server.host={} x=[1, 2]"
 
 
-def test_multi_node_checks_the_machines_instead_of_training(commands: Path) -> None:
-    python = stand_in(commands, "python", 'echo "${@:13}"')
-    place = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "PREFLIGHT": "1"}
-    env = environment(PYTHON=str(python), **place)
-    status, lines = run("multi_node.sh", "a.yaml", "x=1", env=env)
-    assert (status, lines) == (0, ["-m bapo_megatron doctor --cluster a.yaml x=1"])
-
-
-def test_in_a_slurm_step_the_task_s_number_is_the_node_s_rank(commands: Path) -> None:
-    python = stand_in(commands, "python", 'echo "$@"')
-    env = environment(PYTHON=str(python), NNODES="4", MASTER_ADDR="node7", SLURM_PROCID="3")
-    status, lines = run("multi_node.sh", "a.yaml", env=env)
-    assert (status, lines) == (
-        0,
-        [
-            "-m bapo_megatron.torchrun --nnodes 4 --node-rank 3 --nproc-per-node gpu "
-            "--master-addr node7 --master-port 29500 -m bapo_megatron train a.yaml --resume"
-        ],
-    )
+@pytest.mark.parametrize(
+    ("script", "variables", "command"),
+    [
+        (
+            "single_node.sh",
+            {},
+            f"{TORCHRUN} --nproc-per-node gpu -m bapo_megatron train a.yaml x=[1, 2] --resume",
+        ),
+        (
+            "multi_node.sh",
+            {**TWO_NODES, "NODE_RANK": "1", "PREFLIGHT": "1"},
+            f"{TORCHRUN} --nnodes 2 --node-rank 1 {ON_TWO_NODES} doctor --cluster a.yaml x=[1, 2]",
+        ),
+        (
+            "multi_node.sh",
+            {**TWO_NODES, "SLURM_PROCID": "3"},
+            f"{TORCHRUN} --nnodes 2 --node-rank 3 {ON_TWO_NODES} train a.yaml x=[1, 2] --resume",
+        ),
+        ("rollout_servers.sh", {"HOST": "10.0.0.7"}, SERVE.format("10.0.0.7")),
+        ("rollout_servers.sh", {"SLURMD_NODENAME": "node3"}, SERVE.format("node3")),
+        ("rollout_servers.sh", {}, SERVE.format("127.0.0.1")),
+    ],
+)
+def test_a_script_becomes_the_command_that_it_is_for(
+    commands: Path, script: str, variables: dict[str, str], command: str
+) -> None:
+    python = stand_in(commands, "python", 'echo "$$ $CUDA_DEVICE_MAX_CONNECTIONS $*"')
+    process = start(script, "a.yaml", "x=[1, 2]", env=environment(PYTHON=str(python), **variables))
+    # In the same process, so that signals of Slurm reach it.
+    assert finish(process) == f"{process.pid} {command}\n"
+    assert process.returncode == 0
 
 
 def demo(root: Path, commands: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -204,26 +198,6 @@ def test_the_demo_deletes_nothing_but_a_run(
     assert result.stdout == ""
     assert message in result.stderr
     assert (tmp_path / "home").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("variables", "host"),
-    [
-        ({"HOST": "10.0.0.7"}, "10.0.0.7"),
-        ({"SLURMD_NODENAME": "node3"}, "node3"),
-        ({}, "127.0.0.1"),
-    ],
-)
-def test_rollout_servers_listen_where_they_are_told(
-    commands: Path, variables: dict[str, str], host: str
-) -> None:
-    python = stand_in(commands, "python", 'echo "$@"')
-    env = environment(PYTHON=str(python), **variables)
-    status, lines = run("rollout_servers.sh", "a.yaml", "rollout.server.count=8", env=env)
-    assert (status, lines) == (
-        0,
-        [f"-m bapo_megatron serve a.yaml rollout.server.host={host} rollout.server.count=8"],
-    )
 
 
 def of_session(session: int) -> list[list[str]]:
@@ -310,34 +284,35 @@ def test_the_slurm_job_starts_servers_and_trainer_and_ends_with_the_trainer(
     assert not of_session(process.pid)
 
 
-def test_the_slurm_job_ends_where_the_configuration_does_not_fit_its_nodes(
-    commands: Path, tmp_path: Path
-) -> None:
-    check = 'echo "start a multiple of $((WORLD_SIZE * 4)) ranks" >&2; exit 2;'
-    env = slurm_environment(commands, tmp_path, servers="", trainer="", check=check)
-    status, lines = run("slurm.sbatch", "configs/a.yaml", env=env)
-    assert (status, lines) == (2, ["start a multiple of 64 ranks"])
-    assert not (tmp_path / "calls").exists()
-
-
-def test_the_slurm_job_ends_where_a_node_is_not_in_order(commands: Path, tmp_path: Path) -> None:
-    env = slurm_environment(commands, tmp_path, servers="", trainer="", preflight="exit 3")
-    assert run("slurm.sbatch", "configs/a.yaml", env=env)[0] == 3
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert [call.split()[1] for call in calls] == ["-m", "--het-group=0,1"]
+UNFIT = 'echo "start a multiple of $((WORLD_SIZE * 4)) ranks" >&2; exit 2;'
 
 
 @pytest.mark.parametrize(
-    ("name", "placeholder"),
-    [("SLURM_JOB_ACCOUNT", "ACCOUNT"), ("SLURM_JOB_PARTITION", "PARTITION")],
+    ("parts", "variables", "status", "said", "called"),
+    [
+        ({"check": UNFIT}, {}, 2, "start a multiple of 64 ranks", []),
+        ({"preflight": "exit 3"}, {}, 3, "", ["-m", "--het-group=0,1"]),
+        ({}, {"SLURM_JOB_ACCOUNT": "ACCOUNT"}, 2, "replace ACCOUNT and PARTITION", []),
+        ({}, {"SLURM_JOB_PARTITION": "PARTITION"}, 2, "replace ACCOUNT and PARTITION", []),
+    ],
+    ids=["configuration", "node", "account", "partition"],
 )
-def test_the_slurm_job_ends_where_a_placeholder_was_left(
-    commands: Path, tmp_path: Path, name: str, placeholder: str
+def test_the_slurm_job_ends_where_something_is_not_in_order(
+    commands: Path,
+    tmp_path: Path,
+    parts: dict[str, str],
+    variables: dict[str, str],
+    status: int,
+    said: str,
+    called: list[str],
 ) -> None:
-    env = slurm_environment(commands, tmp_path, servers="", trainer="") | {name: placeholder}
-    status, (line,) = run("slurm.sbatch", "configs/a.yaml", env=env)
-    assert status == 2
-    assert line.endswith("slurm.sbatch: replace ACCOUNT and PARTITION by your site's")
+    env = slurm_environment(commands, tmp_path, servers="", trainer="", **parts) | variables
+    (tmp_path / "calls").touch()
+    ended, lines = run("slurm.sbatch", "configs/a.yaml", env=env)
+    assert (ended, len(lines)) == (status, len(said) > 0)
+    assert said in "".join(lines)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[1] for call in calls] == called
 
 
 @pytest.mark.parametrize(
@@ -374,47 +349,3 @@ def test_the_slurm_job_is_queued_again_when_the_run_was_saved(
     calls = (tmp_path / "calls").read_text().splitlines()
     assert [call for call in calls if call.startswith("scontrol")] == requeued
     assert not of_session(process.pid)
-
-
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_a_stop_goes_from_the_slurm_job_to_every_rank_and_the_job_can_go_on(
-    commands: Path, tmp_path: Path
-) -> None:
-    model = make_random_model(tmp_path / "model")
-    dumps = write_dumps(tmp_path / "dumps", model, steps=6, groups=2, samples_per_group=2)
-    settings = replay_settings(model, dumps, tmp_path / "run")
-    settings["train"]["steps"] = 6
-    (tmp_path / "replay.yaml").write_text(yaml.safe_dump(settings))
-    arguments = [str(tmp_path / "replay.yaml"), "checkpoint.every_steps=9"]
-    # As srun: its first argument that is no option begins the command.
-    env = slurm_environment(
-        commands, tmp_path, servers="exec sleep 300", trainer='SLURM_PROCID=0 exec "${@:4}"'
-    )
-    env |= {"NPROC": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "127.0.0.1"}
-    env["MASTER_PORT"] = str(free_port())
-    slowly = "algorithm.advantage=tests.trainer.stub_runs:slow_advantage"
-    process = start("slurm.sbatch", *arguments, slowly, env=env)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text()):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    started = psutil.Process(process.pid).children(recursive=True)
-    ranks = [child for child in started if child.cmdline()[1:3] == ["-u", "-m"]]
-    assert len(ranks) == 2
-    process.send_signal(signal.SIGUSR1)
-    for rank in ranks:  # from Slurm, which may signal all processes of a step
-        rank.send_signal(signal.SIGTERM)
-    output = finish(process)
-    assert process.returncode == 0, output
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "scontrol requeue 77"
-    way_on = (
-        r"the same command with --resume .*/step_\d, of which bapo-megatron convert makes a model"
-    )
-    line = re.search(rf"^stopped by \w+; {way_on}$", output, re.M)
-    assert line is not None, output
-    assert psutil.wait_procs(started, timeout=60)[1] == []
-    rest = launch.run(["train", *arguments, "--resume"], ranks=2)
-    assert rest.returncode == 0, rest.stderr
-    assert [row["step"] for row in read_metrics(metrics)] == [1, 2, 3, 4, 5, 6]
-    assert not (tmp_path / "run" / "stopped").exists()
