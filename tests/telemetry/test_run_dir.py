@@ -151,9 +151,6 @@ def killed() -> Iterator[int]:
         yield process.pid
 
 
-LIMITS = ("_LIVE_WAIT_S", "_ENDING_WAIT_S", "_REMOTE_WAIT_S")
-
-
 @pytest.mark.parametrize(
     ("host", "process", "limit"),
     [
@@ -173,7 +170,7 @@ def test_how_long_a_start_waits_depends_on_whether_the_holder_can_still_end(
     process: str,
     limit: str,
 ) -> None:
-    for name in LIMITS:
+    for name in ("_LIVE_WAIT_S", "_ENDING_WAIT_S", "_REMOTE_WAIT_S"):
         monkeypatch.setattr(run_dir, name, 0.4 if name == limit else 0.0)
     make_holder().hold(tmp_path)
     pid = {"live": os.getpid(), "killed": killed, "unknown": 2**22 + 1}[process]

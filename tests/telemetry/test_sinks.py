@@ -53,27 +53,24 @@ def test_rows_that_a_resumed_run_makes_again_are_dropped(tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.9}]
 
 
-def test_a_run_of_an_earlier_version_goes_on_under_the_present_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('{"step": 1, "a": 1}\n{"step": 2, "a"', '{"step": 1, "a": 1}\n'),  # a torn last line
+        ('{"step": 1, "a": 2, "b": 2.0, "c": 1e-07}\n',) * 2,  # whole numbers stay whole
+        (  # names of an earlier version
+            '{"step": 1, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "a": 1}\n',
+            '{"step": 1, "clip/low": 0.6, "clip/high": 1.2, "a": 1}\n',
+        ),
+    ],
+)
+def test_a_resumed_run_writes_the_rows_again_that_it_has(
+    tmp_path: Path, before: str, after: str
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "bapo/clip_low": 0.6, "bapo/clip_high": 1.2, "a": 1}\n')
-    assert read_metrics(path) == [{"step": 1, "clip/low": 0.6, "clip/high": 1.2, "a": 1}]
-    write(tmp_path, (2, {"clip/low": 0.7}), first=2)
-    assert json.loads(path.read_text().splitlines()[0])["clip/low"] == 0.6
-    assert "bapo" not in path.read_text()
-
-
-def test_whole_numbers_stay_whole_when_a_resumed_run_writes_rows_again(tmp_path: Path) -> None:
-    path, row = tmp_path / "metrics.jsonl", '{"step": 1, "a": 2, "b": 2.0, "c": 1e-07}\n'
-    path.write_text(row)
-    write(tmp_path, first=2)
-    assert path.read_text() == row
-
-
-def test_a_torn_last_line_does_not_block_a_resumed_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
+    path.write_text(before)
     write(tmp_path, (2, {"a": 2.0}), first=2)
-    assert read_metrics(path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2.0}]
+    assert path.read_text() == f'{after}{{"step": 2, "a": 2.0}}\n'
 
 
 @pytest.mark.parametrize(
@@ -194,13 +191,6 @@ def sinks_of(run_dir: Path, config: RunConfig, first_step: int = 0) -> MetricsSi
     )
 
 
-def test_a_tag_that_is_not_taken_there_is_refused_before_the_run() -> None:
-    for tag in ("", "a" * 65):
-        with pytest.raises(ValueError, match=r"log\.wandb_tags\.1"):
-            config_of(wandb_tags=("bapo", tag))
-    assert config_of(wandb_tags=("a" * 64,)).log.wandb_tags == ("a" * 64,)
-
-
 def test_tensorboard_compares_runs_by_every_setting_and_their_last_metrics(tmp_path: Path) -> None:
     config = config_of()
     sinks = sinks_of(tmp_path, config)
@@ -264,6 +254,14 @@ def records_of(path: Path) -> list[Any]:
     return records
 
 
+def history_of(records: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
 def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
     tmp_path: Path, end_client: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -291,13 +289,8 @@ def test_weights_and_biases_shows_steps_that_are_trained_again_after_a_crash(
     end_client()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     records = records_of(file)
-    rows = [
-        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
     expected = [(1, 0.0), (2, 0.25), (3, 0.5), (2, 0.75)]
-    assert [(row["step"], row["reward/mean"]) for row in rows] == expected
+    assert [(row["step"], row["reward/mean"]) for row in history_of(records)] == expected
     axes = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
     assert ("*", "step") in [(axis.glob_name, axis.step_metric) for axis in axes]
 
@@ -305,7 +298,8 @@ def test_weights_and_biases_shows_steps_that_are_trained_again_after_a_crash(
 def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     tmp_path: Path, end_client: Callable[[], None]
 ) -> None:
-    log = {"wandb_project": "p", "wandb_group": "seeds", "wandb_tags": ("bapo", "tiny")}
+    tags = ("bapo", "t" * 64)  # the longest that is taken there
+    log = {"wandb_project": "p", "wandb_group": "seeds", "wandb_tags": tags}
     files = []
     for first_step, lr in ((0, 0.25), (3, 0.5)):
         run_dir = tmp_path / f"run_{first_step}"  # else both could be of one second, and one file
@@ -324,7 +318,7 @@ def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     records = records_of(first)
     (about,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
     assert (about.project, about.display_name, about.run_group) == ("p", "sums", "seeds")
-    assert sorted(about.tags) == ["bapo", "tiny"]
+    assert tuple(sorted(about.tags)) == tags
     settings = {
         item.key or "/".join(item.nested_key): json.loads(item.value_json)
         for item in about.config.update
@@ -334,11 +328,7 @@ def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     assert settings["commit"] == "0123456789ab-dirty"
     assert settings["algorithm.objective_options.api_key"] == "not shown"
 
-    rows = []
-    for record in records:
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
+    rows = history_of(records)
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert ["samples/path" in row for row in rows] == [False, False, True]
     assert not any("x" in row for row in rows)
