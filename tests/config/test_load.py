@@ -11,19 +11,22 @@ from bapo_megatron.config.schema import RunConfig
 from tests.config.files import BASE, error_of, write
 
 
-def test_what_is_not_given_has_the_schema_s_default(folder):
-    config = load_config(folder / "base.yaml")
+def test_what_is_not_given_has_the_schema_s_default_and_references_are_resolved(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("MODELS", "/models")
+    path = write(folder, "name: r\nrun_dir: runs/${name}\nmodel: {path: '${oc.env:MODELS}/tiny'}\n")
+    config = load_config(path)
 
-    assert config == RunConfig(name="demo", run_dir="runs/demo", model={"path": "models/tiny"})
-    assert config.model.path == Path("models/tiny").absolute()
+    assert config == RunConfig(name="r", run_dir="runs/r", model={"path": "/models/tiny"})
     assert config.algorithm.bapo.target == 0.4
 
 
 def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
-    write(
-        folder, "inherit: base.yaml\nrollout: {temperature: 0.8, groups_per_step: 16}\n", "b.yaml"
-    )
-    path = write(folder, "inherit: b.yaml\nname: c\nrollout: {temperature: 0.7}\n")
+    (folder / "deep").mkdir()
+    text = "inherit: ../base.yaml\nrollout: {temperature: 0.8, groups_per_step: 16}\n"
+    write(folder / "deep", text, "b.yaml")
+    path = write(folder, "inherit: deep/b.yaml\nname: c\nrollout: {temperature: 0.7}\n")
 
     config = load_config(
         path,
@@ -36,10 +39,13 @@ def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
             "log.wandb_project=",
             "data.prompt_suffix=Put it in \\boxed{}.",
             "eval.sets=[{path: x.jsonl, name: x}]",
+            "algorithm.distillation.teacher.servers=[http://a:1]",
+            "algorithm.distillation.teacher.engine=sglang",
         ],
     )
 
     assert config.name == "c"
+    assert config.algorithm.distillation.teacher.servers == ("http://a:1",)
     assert config.rollout.temperature == 0.6
     assert config.rollout.groups_per_step == 16
     assert config.rollout.servers == ("http://127.0.0.1:1", "http://127.0.0.1:2")
@@ -72,31 +78,6 @@ def test_text_overrides_arrive_exactly_as_given(folder):
     assert config.algorithm.objective_options == {"note": " a #b", "scale": 2.5}
     quoted = load_config(folder / "base.yaml", [r'data.prompt_suffix="\n #1"']).data
     assert quoted.prompt_suffix == "\n #1"
-
-
-def test_inherit_is_relative_to_the_file_that_says_it(folder):
-    (folder / "deep").mkdir()
-    write(folder / "deep", "inherit: ../base.yaml\nseed: 3\n", "d.yaml")
-    path = write(folder, "inherit: deep/d.yaml\n")
-
-    assert load_config(path).seed == 3
-
-
-def test_a_preset_fills_what_is_not_given(folder):
-    config = load_config(folder / "base.yaml", ["algorithm.bapo.preset=recipe"])
-
-    assert config.algorithm.bapo.measure == "ratio"
-    assert config.algorithm.behaviour == "recomputed"
-    assert config.algorithm.dual_clip == 3.0
-
-
-def test_references_are_resolved(folder, monkeypatch):
-    monkeypatch.setenv("MODELS", "/models")
-    path = write(folder, "name: r\nrun_dir: runs/${name}\nmodel: {path: '${oc.env:MODELS}/tiny'}\n")
-
-    config = load_config(path)
-
-    assert (config.run_dir, config.model.path) == (Path("runs/r").absolute(), Path("/models/tiny"))
 
 
 def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
@@ -265,13 +246,6 @@ def test_a_long_value_is_cut_in_the_message(folder, key):
     message = error_of(folder / "base.yaml", f"{key}={'[' * 5000}")
     assert re.search(rf"'{key.removesuffix('.path')}' must .*…", message)
     assert len(message) < 600
-
-
-def test_a_list_in_a_section_that_completes_itself_is_a_list(folder):
-    servers = "algorithm.distillation.teacher.servers=[http://a:1]"
-    overrides = (servers, "algorithm.distillation.teacher.engine=sglang")
-    config = load_config(folder / "base.yaml", overrides)
-    assert config.algorithm.distillation.teacher.servers == ("http://a:1",)
 
 
 def test_a_divergence_in_a_reward_that_does_not_count_is_refused(folder):

@@ -26,7 +26,7 @@ EVALUATIONS = [command for command in COMMANDS if "eval-aime" in command[0]]
 RUNS = [command for command in COMMANDS if "eval-aime" not in command[0]]
 
 GRPO, HIGHER, START, CORNER = (0.8, 1.2), (0.8, 1.28), (0.6, 1.2), (0.9, 3.0)
-R1_64_PROMPTS: dict[str, tuple[int, tuple[float, float] | None, float | None, int | None]] = {
+TABLES: dict[str, tuple[int, tuple[float, float] | None, float | None, int | None]] = {
     "r1-0-grpo": (1, GRPO, None, None),
     "r1-2x-grpo": (2, GRPO, None, None),
     "r1-4x-grpo": (4, GRPO, None, None),
@@ -52,14 +52,12 @@ R1_64_PROMPTS: dict[str, tuple[int, tuple[float, float] | None, float | None, in
     "r1-4x-share0.5": (4, None, None, None),
     "r1-4x-ratio0.5": (4, None, None, None),
     "r1-4x-recipe": (4, None, 3.0, None),
+    "llama-bapo": (4, None, None, None),
+    "llama-grpo": (4, GRPO, None, None),
+    "llama-corner": (4, (0.9, 2.0), None, None),
+    "llama-grpo-dual3": (4, GRPO, 3.0, None),
 }
-"""Runs of R1-Distill-7B: updates per batch, fixed bounds (none: BAPO's), dual clip, budget."""
-LLAMA = {
-    "llama-bapo": (None, None),
-    "llama-grpo": (GRPO, None),
-    "llama-corner": ((0.9, 2.0), None),
-    "llama-grpo-dual3": (GRPO, 3.0),
-}
+"""Runs of 64 prompts an update: updates per batch, fixed bounds, dual clip, budget of a round."""
 
 
 def config_of(command: tuple[str, ...], *more: str) -> RunConfig:
@@ -82,26 +80,22 @@ def differences(first: Any, second: Any, key: str = "") -> set[str]:
 CONFIGS = {config_of(command).name: config_of(command) for command in RUNS}
 
 
-def settings(config: RunConfig) -> tuple[Any, ...]:
-    algorithm = config.algorithm
-    is_fixed = algorithm.objective == "clip"
-    assert is_fixed or algorithm.objective == "bapo"
-    bounds = (algorithm.fixed.low, algorithm.fixed.high) if is_fixed else None
-    return bounds, algorithm.dual_clip
-
-
 def test_the_table_has_every_curve_once() -> None:
     assert len(RUNS) == len(CONFIGS)
-    tables = {"bp-math-7b-64k-grpo", "bp-math-7b-64k", "bp-math-32b-64k-grpo", "bp-math-32b-64k"}
-    assert CONFIGS.keys() == R1_64_PROMPTS.keys() | LLAMA.keys() | tables
+    longer = {"bp-math-7b-64k-grpo", "bp-math-7b-64k", "bp-math-32b-64k-grpo", "bp-math-32b-64k"}
+    assert CONFIGS.keys() == TABLES.keys() | longer
 
 
-@pytest.mark.parametrize("name", R1_64_PROMPTS)
-def test_a_run_of_r1_distill_is_what_its_row_says(name: str) -> None:
-    updates, bounds, dual_clip, budget = R1_64_PROMPTS[name]
+@pytest.mark.parametrize("name", TABLES)
+def test_a_run_is_what_its_row_says(name: str) -> None:
+    updates, bounds, dual_clip, budget = TABLES[name]
     config = CONFIGS[name]
-    assert settings(config) == (bounds, dual_clip)
-    assert config.algorithm.updates_per_batch == updates
+    algorithm = config.algorithm
+    fixed = (algorithm.fixed.low, algorithm.fixed.high)
+    assert algorithm.objective == ("clip" if bounds else "bapo")
+    assert bounds in (None, fixed)
+    assert algorithm.dual_clip == dual_clip
+    assert algorithm.updates_per_batch == updates
     assert config.rollout.partial_tokens == budget
     responses = config.rollout.groups_per_step * config.rollout.samples_per_group
     assert responses == updates * 1024
@@ -109,12 +103,6 @@ def test_a_run_of_r1_distill_is_what_its_row_says(name: str) -> None:
     cells = [cell.strip() for cell in line.split("|")]
     if len(cells) == 6:  # tables with the responses per step
         assert cells[3] == f"{responses:,}"
-
-
-@pytest.mark.parametrize("name", LLAMA)
-def test_a_run_of_llama_is_what_its_row_says(name: str) -> None:
-    assert settings(CONFIGS[name]) == LLAMA[name]
-    assert CONFIGS[name].rollout.groups_per_step == 256
 
 
 def test_targets_are_those_that_were_published() -> None:

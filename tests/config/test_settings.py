@@ -94,9 +94,7 @@ def test_settings_for_trackers_keep_numbers_and_hold_every_key_but_no_secret() -
 def test_settings_are_read_from_a_configuration_file_by_dotted_key(tmp_path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("# commit unknown\n" + dump_yaml(CONFIG))
-    settings = read_settings(file)
-    assert settings["eval.sets.1.path"] == "/data/two.jsonl"
-    assert settings["optimizer.lr"] == 1e-6
+    assert read_settings(file)["eval.sets.1.path"] == "/data/two.jsonl"
     file.write_text("")
     assert read_settings(file) == {}
     file.write_text("a: [")
