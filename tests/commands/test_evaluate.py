@@ -1,23 +1,18 @@
 """The commands ``eval`` and ``compare``, as a user starts them."""
 
-import dataclasses
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
-import psutil
 import pytest
 import typer
 
 from bapo_megatron import cli
 from bapo_megatron.commands.evaluate import evaluate_model, regrade
 from bapo_megatron.config.data import DataConfig
-from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.evaluation.samples import (
-    EvalSample,
     ResultsError,
     fingerprint,
     iterate_samples,
@@ -26,10 +21,7 @@ from bapo_megatron.evaluation.samples import (
     write_settings,
 )
 from tests.evaluation.results import sample
-from tests.launch import run, start
-from tests.reward.own_functions import EVEN_LENGTH
-from tests.rollout.forked_collector import forked_collectors
-from tests.trainer.chaos import wait_for
+from tests.launch import run
 
 WRITTEN = [
     sample(f"sums.jsonl:{row}", index, answer=str(row), response=response, reward=0.0)
@@ -124,7 +116,7 @@ def test_samples_alone_run_no_code_and_send_nothing_to_a_service(
 
 
 def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
-    random_model: Path, tmp_path: Path
+    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     config = RunConfig.model_validate(
@@ -150,114 +142,15 @@ def test_samples_that_are_there_are_neither_replaced_nor_mixed_with_others(
     write_settings(samples, settings_of(eval_set, config, weights))
     (scored,) = evaluate_model(resumed)  # nothing is missing: no server is asked
     assert scored.avg_at_k == 1.0
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())[0]["name"] == "sums"
+    assert "1 samples − 1 done = 0, at most 0 tokens" in capsys.readouterr().err
     hotter = resumed.model_copy(update={"eval": config.eval.model_copy(update={"temperature": 1})})
     with pytest.raises(ResultsError, match=r"made with temperature 0\.6"):
         evaluate_model(hotter)
-
-
-YEARS = (24, 25)
-NUM_PROMPTS = 6
-"""Prompts of each set."""
-NUM_SAMPLES = len(YEARS) * NUM_PROMPTS * 4
-MAX_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def aime(
-    tmp_path_factory: pytest.TempPathFactory, shared_data: Path, random_model: Path
-) -> Callable[[str, Path], list[str]]:
-    """CONFIG and overrides: a part of AIME 2024 and 2025, 4 samples each, of a random model.
-
-    Few responses at a time, so that they do not end together.
-    """
-    path = tmp_path_factory.mktemp("aime") / "aime.yaml"
-    column = "answer_column: reward_model.ground_truth"
-    sets = [f"{{path: {shared_data}/aime{year}.parquet, {column}}}" for year in YEARS]
-    path.write_text(
-        f"name: aime\nrun_dir: {path.parent}/unused\n"
-        f"model: {{path: {random_model}, dtype: float32}}\n"
-        "data: {max_prompt_tokens: 2000}\n"
-        "rollout:\n"
-        "  local: {max_rows: 8}\n"
-        f"reward: {{workers: 1, functions: [{json.dumps(EVEN_LENGTH)}]}}\n"
-        f"eval:\n  sets: [{', '.join(sets)}]\n"
-        f"  max_prompts: {NUM_PROMPTS}\n  samples_per_prompt: 4\n"
-        f"  temperature: 0.6\n  max_response_tokens: {MAX_TOKENS}\n"
-    )
-
-    def arguments(engine: str, run_dir: Path) -> list[str]:
-        return [str(path), f"rollout.engine={engine}", f"run_dir={run_dir}"]
-
-    return arguments
-
-
-def _evaluate(config: str, *overrides: str) -> None:
-    """Evaluate with a fork as the collector, whose start is cheap."""
-    with forked_collectors():
-        evaluate_model(load_config(Path(config), overrides))
-
-
-def _lines(run_dir: Path) -> list[bytes]:
-    """Whole lines of all sets."""
-    paths = sorted((run_dir / "eval").glob("*.jsonl"))
-    return [line for path in paths for line in path.read_bytes().split(b"\n")[:-1]]
-
-
-def _samples(run_dir: Path, year: int) -> list[EvalSample]:
-    """All samples of a set in one order, without times."""
-    samples = iterate_samples(run_dir / "eval" / f"aime{year}.jsonl")
-    return sorted(
-        (dataclasses.replace(s, elapsed_s=0.0) for s in samples), key=lambda sample: sample.key
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_an_evaluation_that_is_killed_goes_on_to_what_it_would_have_been(
-    aime: Callable[[str, Path], list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    started: list[subprocess.Popen[str]],
-) -> None:
-    run_dir, uninterrupted = tmp_path / "run", tmp_path / "uninterrupted"
-    process = start(["eval", *aime("local", run_dir)])
-    started.append(process)
-    wait_for(process, lambda: len(_lines(run_dir)) >= NUM_SAMPLES // 8, "an eighth of the samples")
-    children = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    _, err = process.communicate()
-    assert f"total: {NUM_SAMPLES:,} samples, at most {NUM_SAMPLES * MAX_TOKENS:,} tokens" in err
-    assert not psutil.wait_procs(children, timeout=30)[1]
-    before = _lines(run_dir)
-    assert NUM_SAMPLES // 8 <= len(before) < NUM_SAMPLES
-    with (run_dir / "eval" / "aime24.jsonl").open("ab") as torn:
-        torn.write(before[0][:100])
-
-    _evaluate(*aime("local", run_dir), "resume=true")
-    assert f"total: {NUM_SAMPLES - len(before)} samples" in capsys.readouterr().err
-    after = _lines(run_dir)
-    assert len(after) == NUM_SAMPLES
-    assert set(before) <= set(after)
-    _evaluate(*aime("local", uninterrupted))
-    for year in YEARS:
-        samples = _samples(run_dir, year)
-        assert [sample.key for sample in samples] == sorted(
-            (f"aime{year}.parquet:{row}", index) for row in range(NUM_PROMPTS) for index in range(4)
-        )
-        # The rest was computed in other batches: a last bit may differ, nearly never a token.
-        pairs = zip(samples, _samples(uninterrupted, year), strict=True)
-        assert sum(one != other for one, other in pairs) <= 1
-    results = json.loads((run_dir / "eval.json").read_text())
-    assert [entry["name"] for entry in results] == ["aime24", "aime25"]
-    for entry in results:
-        assert (entry["num_prompts"], entry["samples_per_prompt"]) == (NUM_PROMPTS, 4)
-        names = [score["name"] for score in entry["scores"]]
-        assert names == ["avg@4", "pass@1", "pass@4"]  # the reward returns only a number
-        assert entry["wall_s"] > 0
-
-    # Everything is there: whatever the engine, it is not needed, and the results are the same.
-    nobody = "rollout.servers=['http://127.0.0.1:1']"
-    again = run(["eval", *aime("sglang", run_dir), "--resume", nobody])
-    assert again.returncode == 0, again.stderr
-    assert "pass@4" in again.stdout
-    assert json.loads((run_dir / "eval.json").read_text()) == results
+    samples.write_bytes(b"")  # of a run that was killed before its first sample
+    with mock.patch("bapo_megatron.commands.evaluate.CollectorClient") as make_source:
+        evaluate_model(resumed)
+    calls = [mock.call.launch(), mock.call.evaluate_model(weights, resume=True), mock.call.close()]
+    assert make_source.return_value.method_calls == calls
+    assert make_source.call_args.kwargs["for_training"] is False
+    assert "total: 1 samples, at most 99 tokens" in capsys.readouterr().err

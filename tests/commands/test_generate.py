@@ -1,27 +1,24 @@
 """Generation without a trainer, as a user starts it."""
 
 import json
-import signal
 import statistics
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 
 from bapo_megatron import cli
 from bapo_megatron.commands.generate import generate_batches
 from bapo_megatron.config.load import load_config
-from bapo_megatron.data.dump import encode_batch, read_batch, texts_path
+from bapo_megatron.data.dump import encode_batch, read_batch
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.types import EncodedBatch, Group, RolloutBatch
 from tests.data.samples import make_sample
 from tests.fakes.fake_sglang import FakeSglang
-from tests.launch import run, start
+from tests.launch import run
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.forked_collector import forked_collectors
-from tests.trainer.chaos import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -83,31 +80,6 @@ def test_batches_are_dumped_and_counted(
     again = run(typed)
     assert again.returncode == 1
     assert f"{run_dir} already holds a run" in again.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_an_interrupt_leaves_complete_dumps_and_no_process(config: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    arguments = ["generate", str(config), f"run_dir={run_dir}", "rollout.engine=local"]
-    process = start([*arguments, "--steps", "100000"])
-    rollouts, metrics = run_dir / "rollouts", run_dir / "metrics.jsonl"
-
-    def has_two_rows() -> bool:
-        return metrics.exists() and metrics.read_text().count("\n") >= 2
-
-    wait_for(process, has_two_rows, "two batches")
-    started = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "bapo-megatron: interrupted" in err
-    assert not psutil.wait_procs(started, timeout=30)[1]
-    assert {path.suffix for path in rollouts.rglob("*") if path.is_file()} == {".parquet"}
-    for path in rollouts.glob("*.parquet"):
-        assert texts_path(path).exists()
-        assert len(read_batch(path).groups) == 4
-    check_batches(run_dir, 2)
 
 
 def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restarted(
