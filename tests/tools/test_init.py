@@ -148,20 +148,6 @@ def test_the_cpu_configuration_trains(random_model: Path, sums: Path, tmp_path: 
     assert f"the trained model: {tmp_path}/mine/run/hf" in result.stdout
 
 
-def test_a_model_of_7b_is_divided_so_that_it_fits_and_its_number_format_is_kept(
-    published, sums: Path, tmp_path: Path, capsys
-) -> None:
-    model = published("deepseek-r1-distill-qwen-7b")
-    (model / "model.safetensors").touch()
-    config = init(tmp_path / "run", model, sums, 8)
-    assert config.model.dtype == "bfloat16"
-    # 7.6 billion parameters with gradients and optimizer need at least 18 bytes each.
-    assert config.parallel.tensor * config.parallel.pipeline >= 2
-    assert config.rollout.groups_per_step == 8  # of ten prompts, in four updates
-    printed = capsys.readouterr().out
-    assert run_printed_commands(printed, capsys)["fits"]
-
-
 QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
 QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 QWEN3_SHAPES: dict[str, dict[str, Any]] = {
@@ -256,6 +242,7 @@ def test_names_with_signs_of_the_shell_and_of_yaml_are_quoted(
     ("stored", "dtype", "reason"),
     [
         ({"torch_dtype": "float32"}, "float32", "'float32'"),
+        ({"dtype": "bfloat16"}, "bfloat16", "'bfloat16'"),
         ({"dtype": "float16"}, "bfloat16", "'float16'"),
         ({}, "bfloat16", "names none"),
     ],
@@ -271,25 +258,51 @@ def test_the_number_format_is_the_model_s_if_it_can_be_trained(
     model = shutil.copytree(random_model, tmp_path / "model")
     fields = json.loads((model / "config.json").read_text()) | {"dtype": None}
     (model / "config.json").write_text(json.dumps(fields | stored))
-    assert init(tmp_path / "run", model, sums, 1).model.dtype == dtype
+    config = init(tmp_path / "run", model, sums, 1)
+    assert config.model.dtype == dtype
+    assert config.rollout.groups_per_step == 8  # of ten prompts, in four updates
     text = (tmp_path / "run" / "run.yaml").read_text()
     assert re.search(rf"^  dtype: {dtype} +# its config.json .*{reason}$", text, re.M)
 
 
-def test_a_request_for_a_box_is_found_wherever_the_prompt_holds_it(
-    random_model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("row", "options", "asks_for_box", "line"),
+    [
+        (
+            {"task": {"text": "1+1=? Use \\boxed{}."}, "answer": "2"},
+            ["--prompt-column", "task.text"],
+            False,
+            "prompt_column: task.text",
+        ),
+        (
+            {"task": "1+1=?", "result": 2},
+            ["--prompt-column", "task", "--answer-column", "result"],
+            True,
+            "answer_column: result",
+        ),
+        ({"prompt": "Why?", "answer": "because " * 20}, [], True, "# most answers are long texts"),
+    ],
+)
+def test_rows_and_options_decide_what_is_written(
+    row: dict[str, Any],
+    options: list[str],
+    asks_for_box: bool,
+    line: str,
+    random_model: Path,
+    tmp_path: Path,
 ) -> None:
-    data = tmp_path / "tasks.jsonl"
-    write_jsonl(data, {"task": {"text": "1+1=? Use \\boxed{}."}, "answer": "2"})
-    config = init(tmp_path / "run", random_model, data, 1, "--prompt-column", "task.text")
-    assert config.data.prompt_suffix == ""
-
-
-def test_several_files_are_one_set(random_model: Path, sums: Path, tmp_path: Path) -> None:
-    shutil.copy(sums, tmp_path / "sums2.jsonl")
-    config = init(tmp_path / "run", random_model, tmp_path / "sums*.jsonl", 1)
-    assert config.data.train_sets[0].name == "train"
-    assert config.rollout.groups_per_step == 20
+    data = tmp_path / "tasks*.jsonl"
+    for name in ("tasks1.jsonl", "tasks2.jsonl"):
+        write_jsonl(tmp_path / name, row)
+    if options:
+        with pytest.raises(DataError, match=r"tasks1\.jsonl:1: .*--prompt-column"):
+            init(tmp_path / "run", random_model, data, 1)
+        assert not (tmp_path / "run").exists()
+    config = init(tmp_path / "run", random_model, data, 1, *options)
+    [train_set] = config.data.train_sets
+    assert (train_set.name, len(train_set.files())) == ("train", 2)
+    assert (config.data.prompt_suffix != "") == asks_for_box
+    assert line in (tmp_path / "run" / "run.yaml").read_text()
 
 
 def test_the_evaluation_that_the_file_proposes_can_be_made(
@@ -316,41 +329,18 @@ def test_an_existing_file_stays(random_model: Path, sums: Path, tmp_path: Path) 
         init(file.parent, random_model, sums, 1)
 
 
-def test_columns_that_are_not_known_can_be_named(random_model: Path, tmp_path: Path) -> None:
-    data = tmp_path / "tasks.jsonl"
-    write_jsonl(data, {"task": "1+1=?", "result": 2})
-    with pytest.raises(DataError, match=r"tasks\.jsonl:1: .*task, result; .*--prompt-column"):
-        init(tmp_path / "run", random_model, data, 1)
-    assert not (tmp_path / "run").exists()
-    columns = ("--prompt-column", "task", "--answer-column", "result")
-    [train_set] = init(tmp_path / "run", random_model, data, 1, *columns).data.train_sets
-    assert (train_set.prompt_column, train_set.answer_column) == ("task", "result")
-
-
-def test_a_file_without_rows_is_refused(random_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").touch()
-    with pytest.raises(DataError, match=r"none\.jsonl: no row"):
-        init(tmp_path / "run", random_model, tmp_path / "none.jsonl", 1)
-
-
 @pytest.mark.parametrize(
-    ("model", "gpus", "problem"),
+    ("model", "data", "gpus", "problem"),
     [
-        ("deepseek-r1-distill-qwen-32b", 1, "--gpus: 1 H100 cannot .* or LoRA; give more GPUs"),
-        ("qwen3-0.6b", 12, "--gpus: must be whole nodes of 8 GPUs .* got 12; give 8"),
+        ("deepseek-r1-distill-qwen-32b", "sums", 1, "--gpus: 1 H100 cannot .* or LoRA; give more"),
+        ("qwen3-0.6b", "sums", 12, "--gpus: must be whole nodes of 8 GPUs .* got 12; give 8"),
+        ("qwen3-0.6b", "none", 1, r"none\.jsonl: no row"),
     ],
 )
-def test_gpus_that_are_too_few_or_not_whole_nodes_are_refused(
-    published, sums: Path, tmp_path: Path, model: str, gpus: int, problem: str
+def test_too_few_gpus_half_nodes_and_files_without_rows_are_refused(
+    published, sums: Path, tmp_path: Path, model: str, data: str, gpus: int, problem: str
 ) -> None:
+    (tmp_path / "none.jsonl").touch()
     with pytest.raises(ValueError, match=problem):
-        init(tmp_path / "run", published(model), sums, gpus)
+        init(tmp_path / "run", published(model), tmp_path / f"{data}.jsonl", gpus)
     assert not (tmp_path / "run").exists()
-
-
-def test_answers_that_math_cannot_grade_are_noted(random_model: Path, tmp_path: Path) -> None:
-    data = tmp_path / "essays.jsonl"
-    write_jsonl(data, {"prompt": "Why?", "answer": "because " * 20})
-    init(tmp_path / "run", random_model, data, 1)
-    text = (tmp_path / "run" / "run.yaml").read_text()
-    assert "# most answers are long texts" in text
