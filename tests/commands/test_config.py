@@ -1,6 +1,5 @@
 """``config``: the keys of every run, and one run resolved and checked."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,33 +11,14 @@ from bapo_megatron import cli
 from bapo_megatron.commands import config as config_command
 from bapo_megatron.config.describe import describe_keys
 from bapo_megatron.config.load import ConfigError
+from tests.config.files import write_runnable
 
 
 @pytest.fixture
 def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run that passes all checks; its layout needs two ranks."""
+    """A run that passes all checks."""
     monkeypatch.chdir(tmp_path)
-    Path("model").mkdir()
-    hf_config = {
-        "model_type": "llama",
-        "vocab_size": 64,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 6,
-        "max_position_embeddings": 600,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-    }
-    Path("model/config.json").write_text(json.dumps(hf_config))
-    for name in ("model/model.safetensors", "model/tokenizer_config.json", "train.jsonl"):
-        Path(name).touch()
-    Path("run.yaml").write_text(
-        "name: x\nrun_dir: runs/x\nmodel: {path: model}\nparallel: {tensor: 2}\n"
-        "data: {train: {path: train.jsonl}, max_prompt_tokens: 100}\n"
-        "rollout: {max_response_tokens: 400}\n"
-    )
-    return "run.yaml"
+    return str(write_runnable())
 
 
 def run(*arguments: str) -> None:
@@ -80,7 +60,7 @@ def test_a_terminal_gets_a_table(
 def test_a_configuration_is_printed_and_checked(
     config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(config_file)
+    run(config_file, "parallel.tensor=2")  # whose number of ranks is not known
 
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 100
     with pytest.raises(typer.BadParameter, match="leave out CONFIG"):
@@ -108,4 +88,4 @@ def test_a_number_of_ranks_is_checked_where_it_is_known(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match=r"parallel: tensor .* must divide the number"):
-        run(config_file)
+        run(config_file, "parallel.tensor=2")

@@ -1,6 +1,5 @@
 """Generation without a trainer, as a user starts it."""
 
-import json
 import statistics
 from pathlib import Path
 from unittest import mock
@@ -17,29 +16,19 @@ from bapo_megatron.types import EncodedBatch, Group, RolloutBatch
 from tests.data.samples import make_sample
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run
-from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.forked_collector import forked_collectors
+from tests.tools.sweep.files import write_base
+
+SETTINGS = (
+    *("rollout.engine=sglang", "rollout.groups_per_step=4", "rollout.samples_per_group=3"),
+    *("rollout.max_response_tokens=40", "rollout.oversample_groups=2"),
+    *("parallel.tensor=7", "train.max_tokens_per_micro_batch=8"),  # would fit no trainer
+)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> Path:
-    """Four groups of three; its layout and packing would fit no trainer."""
-    directory = tmp_path_factory.mktemp("generate")
-    rows = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(6) for b in range(6)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = directory / "run.yaml"
-    path.write_text(
-        f"name: generate\nrun_dir: {directory}/run\n"
-        f"model: {{path: {random_model}, dtype: float32}}\n"
-        f"data: {{train: {{path: {directory}/train.jsonl}}, max_prompt_tokens: 32}}\n"
-        "parallel: {tensor: 7}\n"
-        "rollout:\n"
-        "  {groups_per_step: 4, samples_per_group: 3, max_response_tokens: 40,\n"
-        "   oversample_groups: 2}\n"
-        f"reward: {{workers: 1, functions: [{json.dumps(EVEN_LENGTH)}]}}\n"
-        "train: {steps: 1, max_tokens_per_micro_batch: 8}\n"
-    )
-    return path
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("generate"))
 
 
 def check_batches(run_dir: Path, steps: int) -> None:
@@ -65,7 +54,7 @@ def test_batches_are_dumped_and_counted(
 ) -> None:
     run_dir = tmp_path / "run"
     with FakeSglang(stop_at=60, token_interval_s=0.005) as fake, forked_collectors():
-        typed = ["generate", str(config), f"run_dir={run_dir}"]
+        typed = ["generate", str(config), *SETTINGS, f"run_dir={run_dir}"]
         typed.append(f"rollout.servers=['{fake.address}']")
         assert not cli.app([*typed, "--steps", "2"], standalone_mode=False)
     names = ["step_000001.parquet", "step_000002.parquet"]
@@ -87,7 +76,7 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
 ) -> None:
     batch = RolloutBatch(1, 0, (Group(0, (make_sample(2, 1),)),))
     encoded = EncodedBatch("made", bytearray(encode_batch(batch)))
-    run_config = load_config(config, [f"run_dir={tmp_path / 'run'}", "replay.batches=4"])
+    run_config = load_config(config, [*SETTINGS, f"run_dir={tmp_path / 'run'}", "replay.batches=4"])
     with mock.patch("bapo_megatron.commands.generate.CollectorClient") as make_source:
         source = make_source.return_value
         # Its servers restart once, then they are gone for good.

@@ -1,5 +1,6 @@
 """Configuration files, and what loading them says."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,34 @@ def error_of(path: Path, *overrides: str) -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def write_runnable() -> Path:
+    """Write run.yaml, which passes all checks, and the files that it names, here."""
+    hf_config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+        "max_position_embeddings": 600,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+    }
+    Path("model").mkdir()
+    Path("model/config.json").write_text(json.dumps(hf_config))
+    for name in ("model/model.safetensors", "model/tokenizer_config.json", "train.jsonl"):
+        Path(name).touch()
+    Path("run.yaml").write_text(
+        "name: x\n"
+        "run_dir: runs/x\n"
+        "model: {path: model}\n"
+        "data: {train: {path: train.jsonl}, max_prompt_tokens: 100}\n"
+        "rollout: {max_response_tokens: 400, groups_per_step: 12}\n"
+        "eval: {max_response_tokens: 400, sets: [{path: train.jsonl}]}\n"
+    )
+    return Path("run.yaml")
 
 
 def run_config(run_dir: Path, **changes: Any) -> RunConfig:

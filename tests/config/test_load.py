@@ -86,7 +86,7 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
         [
             "algorithm.bapo.preset=recipe",
             "optimizer.lr=1e-7",
-            "data.train={path: x.jsonl}",
+            "data.train=[{hub: openai/gsm8k, split: train}]",
             "data.prompt_suffix='a \\${b} \\boxed{} ü: # ''c'''",
             r"data.system_prompt='a\\\${b} \\'",
             "rollout.servers=[http://a:1]",
@@ -100,33 +100,27 @@ def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
     assert load_config(tmp_path / "config.yaml") == config
 
 
-def test_training_prompts_are_one_set_or_a_list_of_sets(folder):
-    path = write(folder, "inherit: base.yaml\ndata: {train: {path: a.jsonl, answer_column: x}}\n")
+@pytest.mark.parametrize(
+    ("file", "overrides", "sets"),
+    [
+        ("a.yaml", [], [("c", "x", 1.0)]),
+        ("a.yaml", ["data.train.path=d.jsonl"], [("d", "x", 1.0)]),
+        ("b.yaml", ["data.train.path=d.jsonl"], [("d", None, 1.0)]),
+        (
+            "a.yaml",
+            ["data.train=[{path: d.jsonl, weight: 3}, {hub: openai/gsm8k, split: train}]"],
+            [("d", None, 3.0), ("gsm8k", None, 1.0)],
+        ),
+        ("a.yaml", ["data.train=null"], []),
+    ],
+)
+def test_a_list_of_sets_and_one_set_take_each_other_s_place(folder, file, overrides, sets):
+    text = "inherit: base.yaml\ndata: {train: [{path: a.jsonl}, {path: b.jsonl}]}\n"
+    write(folder, text, "b.yaml")
+    write(folder, "inherit: b.yaml\ndata: {train: {path: c.jsonl, answer_column: x}}\n")
 
-    one = load_config(path, ["data.train.path=b.jsonl"]).data
-    several = load_config(path, ["data.train=[{path: b.jsonl, weight: 3}, {path: c.jsonl}]"]).data
-
-    assert [(s.label, s.answer_column, s.weight) for s in one.train_sets] == [("b", "x", 1.0)]
-    assert [(s.label, s.answer_column, s.weight) for s in several.train_sets] == [
-        ("b", None, 3.0),
-        ("c", None, 1.0),
-    ]
-    assert load_config(path, ["data.train=null"]).data.train_sets == ()
-
-
-def test_a_list_of_sets_and_one_set_take_each_other_s_place(folder, tmp_path):
-    write(
-        folder, "inherit: base.yaml\ndata: {train: [{path: a.jsonl}, {path: b.jsonl}]}\n", "b.yaml"
-    )
-    path = write(folder, "inherit: b.yaml\ndata: {train: {path: c.jsonl}}\n")
-
-    assert [s.label for s in load_config(path).data.train_sets] == ["c"]
-    (overridden,) = load_config(folder / "b.yaml", ["data.train.path=d.jsonl"]).data.train_sets
-    assert overridden.label == "d"
-    config = load_config(path, ["data.train=[{hub: openai/gsm8k, split: train}]"])
-    assert [s.label for s in config.data.train_sets] == ["gsm8k"]
-    (tmp_path / "config.yaml").write_text(dump_yaml(config))
-    assert load_config(tmp_path / "config.yaml") == config
+    train_sets = load_config(folder / file, overrides).data.train_sets
+    assert [(s.label, s.answer_column, s.weight) for s in train_sets] == sets
 
 
 def test_the_layer_that_holds_the_error_is_named(folder):
