@@ -121,16 +121,11 @@ def test_the_command_uses_the_dual_clip_of_the_recipe(
     [
         ({"logprob": np.array([0.0, np.nan, 0.0])}, r"logprob\[1\] is nan"),
         ({"mask": np.array([1.0, 0.5, 0.0])}, r"mask\[1\] is 0.5"),
+        ({"advantage": np.array([0, -300.0, 0])}, "advantage: .* for 1 tokens"),
     ],
 )
-def test_values_that_no_update_has_are_refused_by_place(
+def test_values_that_no_update_has_or_the_search_cannot_count_are_refused_by_place(
     tmp_path: Path, change: dict[str, np.ndarray], place: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"tokens\.parquet: {place}"):
         bounds_from_dump(write(tmp_path, columns() | change), CONFIG)
-
-
-def test_an_advantage_that_the_search_cannot_count_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, columns() | {"advantage": np.array([0, -300.0, 0])})
-    with pytest.raises(ValueError, match=r"tokens\.parquet: advantage: .* for 1 tokens"):
-        bounds_from_dump(path, CONFIG)

@@ -19,7 +19,7 @@ from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, V
 from tests.data.samples import add_branch, make_episode, make_sample
 from tests.tools.report.made_runs import SCRIPT, make_run
 
-NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J"
+NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J</script>\u202e"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 """Characters that no output may hold, apart from the console's own colours."""
 
@@ -151,21 +151,18 @@ def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump: Path)
     shown = printed(report, force_terminal=True, no_color=True, color_system=None)
 
     for text in (printed(report), shown):
-        assert "    [bold]x[/] ```\n    code\n    ``` [/nope]␛[31m�2J" in text
+        assert "    [bold]x[/] ```\n    code\n    ``` [/nope]␛[31m�2J</script>" in text
         assert "7 [red]" in text
         assert not OBEYED.search(text)
 
 
-@pytest.mark.parametrize("option", [(), ("--json",)])
-def test_nothing_of_an_attack_reaches_the_terminal(
-    run: Path, option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+def test_json_of_an_attack_has_no_character_that_a_terminal_obeys(
+    run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = output_of(capsys, run, "--step", 1, *option)
+    output = output_of(capsys, run, "--step", 1, "--json")
 
-    assert "</script>" in output  # text, as anything else
     assert not OBEYED.search(output)
-    if option == ("--json",):
-        assert json.loads(output)["samples"][0]["parts"][0]["text"] == f"{SCRIPT} answer is 3"
+    assert json.loads(output)["samples"][0]["parts"][0]["text"] == f"{SCRIPT} answer is 3"
 
 
 def test_samples_are_sorted_filtered_and_limited(
