@@ -38,29 +38,16 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_file_that_was_wanted(tmp_p
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
 
 
-def test_a_full_disk_below_an_open_stream_names_the_file(tmp_path):
-    with (
-        pytest.raises(OSError, match=r"'.*metrics\.jsonl'"),
-        naming(tmp_path / "metrics.jsonl"),
-        Path("/dev/full").open("wb", buffering=0) as stream,
-    ):
-        stream.write(b"row")
-
-
-def test_a_library_s_error_below_an_open_stream_keeps_its_text(tmp_path):
-    path = tmp_path / "rollout.parquet"
-    with pytest.raises(OSError, match=r"rollout\.parquet: Arrow: no codec$"), naming(path):
-        raise OSError("Arrow: no codec")
-
-
-def test_a_directory_appears_complete(tmp_path):
-    with atomic_directory(tmp_path / "step_1") as folder:
-        (folder / "sub").mkdir()
-        (folder / "sub" / "x").write_text("1")
-        assert not (tmp_path / "step_1").exists()
-
-    assert (tmp_path / "step_1" / "sub" / "x").read_text() == "1"
-    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), r"'.*metrics\.jsonl'"),
+        (OSError("Arrow: no codec"), r"metrics\.jsonl: Arrow: no codec$"),  # of a library
+    ],
+)
+def test_an_error_below_an_open_stream_names_the_file(tmp_path, error, message):
+    with pytest.raises(OSError, match=message), naming(tmp_path / "metrics.jsonl"):
+        raise error
 
 
 def test_a_directory_whose_filling_fails_never_appears(tmp_path):
@@ -75,17 +62,20 @@ def test_a_directory_whose_filling_fails_never_appears(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_replaces_the_old_one_and_what_a_killed_writer_left(tmp_path):
-    (tmp_path / "step_1").mkdir()
-    (tmp_path / "step_1" / "old").write_text("old")
-    (tmp_path / ".step_1.tmp").mkdir()
-    (tmp_path / ".step_1.tmp" / "half").write_text("half")
+def test_a_directory_appears_complete_in_place_of_the_old_one_and_a_killed_writer_s(tmp_path):
+    for place in ("step_1/old", ".step_1.tmp/half"):
+        atomic_write_text(tmp_path / place, "old")
 
     with atomic_directory(tmp_path / "step_1") as folder:
-        (folder / "new").write_text("new")
+        atomic_write_text(folder / "sub" / "new", "new")
+        assert (tmp_path / "step_1" / "old").exists()
 
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
-    assert [p.name for p in (tmp_path / "step_1").iterdir()] == ["new"]
+    assert [p.name for p in (tmp_path / "step_1").iterdir()] == ["sub"]
+    assert (tmp_path / "step_1" / "sub" / "new").read_text() == "new"
+    with atomic_directory(tmp_path / "step_2") as folder:
+        assert not (tmp_path / "step_2").exists()
+    assert list((tmp_path / "step_2").iterdir()) == []
 
 
 def test_a_line_without_end_is_refused_before_it_is_in_memory(tmp_path, monkeypatch):
