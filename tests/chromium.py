@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import re
 import shutil
@@ -82,11 +81,6 @@ class Tab:
         async with asyncio.timeout(_TIMEOUT_S):
             while not await self.run(condition):
                 await asyncio.sleep(0.05)
-
-    async def screenshot(self, path: Path) -> None:
-        """Save what is visible as PNG."""
-        shot = await self.send("Page.captureScreenshot")
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 def find_chromium() -> str:

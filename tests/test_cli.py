@@ -16,7 +16,7 @@ from bapo_megatron.commands import options
 from tests import preloaded
 from tests.config.shipped import MODELS
 from tests.distributed_launch import run_ranks
-from tests.launch import REPOSITORY, Launched, run
+from tests.launch import REPOSITORY, run
 
 COMMAND = [sys.executable, "-m", "bapo_megatron"]
 
@@ -130,14 +130,6 @@ print("torch" in sys.modules)
 @pytest.mark.distributed
 def test_imports_of_a_training_without_a_gpu_load_no_compiler() -> None:
     assert run_ranks(preloaded.compiler_of_imports, 1) == [set()]
-
-
-@pytest.mark.distributed
-def test_torchrun_s_report_ends_with_the_error_of_a_rank() -> None:
-    process = Launched(["train", "no.yaml"])
-    report = process.communicate()[1].rpartition("Root Cause")[2]
-    assert process.poll() == 1
-    assert "traceback : no.yaml: no such file; check the path\n" in report
 
 
 @pytest.mark.parametrize(

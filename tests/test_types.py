@@ -24,15 +24,6 @@ def test_an_episode_tells_what_was_sampled_from_what_was_written():
     ]
 
 
-def test_a_response_of_one_turn_is_sampled_as_a_whole():
-    sample = make_sample(2, 3)
-
-    assert sample.loss_mask.tolist() == [True, True, True]
-    assert sample.sampled_token_ids is sample.response_token_ids
-    assert (sample.num_sampled, sample.num_written, sample.num_turns) == (3, 0, 1)
-    assert [part.tolist() for part in sample.segments()] == [[1050, 1051, 1052]]
-
-
 def test_a_response_without_tokens_is_one_empty_turn():
     sample = make_sample(2, 0)
 
