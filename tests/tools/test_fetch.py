@@ -17,7 +17,7 @@ import yaml
 from bapo_megatron.commands.fetch import command
 from bapo_megatron.config.load import ConfigError, load_config
 from tests.fakes.fake_hub import COMMIT, FakeHub
-from tests.launch import REPOSITORY, free_port, run
+from tests.launch import REPOSITORY, free_port
 
 NEXT_COMMIT = "b" * 40
 SHARD = bytes(range(256)) * (44 << 10)
@@ -88,14 +88,14 @@ def write(folder: Path, *sources: dict[str, Any]) -> Path:
     return folder / "run.yaml"
 
 
-def start(config: Path, hub: FakeHub, **variables: str) -> subprocess.Popen[str]:
+def start(config: Path, hub: str, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "bapo_megatron", "fetch", str(config)],
         cwd=config.parent,
         env={
             **os.environ,
             "PYTHONPATH": str(REPOSITORY),
-            "HF_ENDPOINT": hub.address,
+            "HF_ENDPOINT": hub,
             "HF_HOME": str(config.parent / "hf"),
             "NO_PROXY": "127.0.0.1",
             "COLUMNS": "1000",
@@ -109,7 +109,7 @@ def start(config: Path, hub: FakeHub, **variables: str) -> subprocess.Popen[str]
 
 def fetch(config: Path, hub: FakeHub, **variables: str) -> tuple[int, dict[str, tuple[str, str]]]:
     """The exit status, and state and last cell of each row of the table, by what was fetched."""
-    process = start(config, hub, **variables)
+    process = start(config, hub.address, **variables)
     out, err = process.communicate(timeout=120)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
     states = {row[1]: (row[0], row[4]) for row in rows if row}
@@ -205,9 +205,9 @@ def test_a_second_fetch_waits_for_the_first_and_continues_what_it_left(
     config: Path, hub: FakeHub, number: signal.Signals
 ) -> None:
     hub.stall_after = WRITTEN_BYTES + 1000
-    first = start(config, hub, HF_HUB_DOWNLOAD_TIMEOUT="600")
+    first = start(config, hub.address, HF_HUB_DOWNLOAD_TIMEOUT="600")
     until(lambda: sizes_of_parts(config) == [WRITTEN_BYTES] * 2)
-    second = start(config, hub)
+    second = start(config, hub.address)
     assert second.stderr is not None
     assert second.stderr.readline() == (
         f"{config.parent / 'model'}: another fetch downloads it; waiting for its end\n"
@@ -293,9 +293,10 @@ def test_without_a_connection_the_table_is_all_that_is_printed(tmp_path: Path) -
         {"path": "model", "repo": "acme/model"},
         {"path": "data/aime.jsonl", "url": f"{nobody}/aime.jsonl", "sha256": "0" * 64},
     )
-    result = run(["fetch", str(config)], environment={"HF_ENDPOINT": nobody, "COLUMNS": "1000"})
-    assert (result.returncode, result.stderr) == (1, "")
-    assert result.stdout.count("no connection (") == 2
+    process = start(config, nobody)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (1, "")
+    assert out.count("no connection (") == 2
 
 
 def test_brackets_in_a_path_are_shown(
