@@ -23,6 +23,7 @@ def test_make_sets_up_with_the_python_that_it_is_given(tmp_path: Path) -> None:
         env={**inherited, "PYTHON": "/no/such/python"},
         stderr=subprocess.PIPE,
         text=True,
+        timeout=60,
         check=False,
     )
     assert result.returncode != 0
