@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bapo_megatron.rollout.buffer import Episode, PendingGroup
     from bapo_megatron.types import RolloutBatch
 
-PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(50)]
+PROMPTS = [Prompt(f"p:{n}", (1, 2), f"{n}", f"prompt {n}") for n in range(50)]
 TOTAL_STEPS = 10
 
 
@@ -142,6 +142,7 @@ class Setup:
         return batch
 
     async def hand_over(self, batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
+        self.texts = texts
         if self.failure is not None:
             failure, self.failure = self.failure, None
             self.state_at_failure = self.batches.state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,15 +23,48 @@ if TYPE_CHECKING:
     from bapo_megatron.types import RolloutBatch
 
 
-async def test_a_synchronous_step_leaves_nothing_in_flight_and_draws_nothing_for_later() -> None:
-    setup = Setup(oversample_groups=1)
+@pytest.mark.parametrize(("partial", "dropped"), [(True, {}), (False, {"surplus": 1})])
+async def test_a_synchronous_step_leaves_nothing_in_flight_and_draws_nothing_for_later(
+    partial: bool, dropped: dict[str, int]
+) -> None:
+    setup = Setup(oversample_groups=1, partial=partial)
     batch = await setup.collect(1)
     assert setup.open_groups() == [0, 1, 2]
+    assert setup.lines == ["rollout 1: 0/2 groups"]
+    assert len({request.seed for request in setup.pool.requests}) == 6
     await setup.give([0], 3)
     await setup.give([1, 2], 4, ends=True)
     assert ids(await batch) == [1, 2]
+    texts = [(text.prompt_text, text.answer) for text in setup.texts]
+    assert texts == [("prompt 1", "1")] * 2 + [("prompt 2", "2")] * 2
     assert setup.pool.requests == []
     assert setup.batches.state().buffer.next_group_id == 3
+    stats = batch.result().stats
+    assert (stats.generated_tokens, stats.unfinished_samples) == (22, 2 * partial)
+    assert stats.dropped_groups == dropped
+    assert len(setup.batches.state().buffer) == partial
+
+
+async def test_the_time_of_a_batch_goes_on_where_its_tokens_do() -> None:
+    setup = Setup()
+    state = setup.batches.state()
+    setup.batches.restore(replace(state, about=replace(state.about, generation_s=100.0)))
+    assert 100 < (await setup.batch(1)).stats.generation_s < 130
+    assert setup.batches.state().about.generation_s == 0
+    assert (await setup.batch(2)).stats.generation_s < 30
+
+
+async def test_grading_is_no_part_of_generation() -> None:
+    setup = Setup()
+    setup.rewards.held[0], setup.rewards.num_timeouts = asyncio.Event(), 3
+    batch = await setup.collect(1)
+    await setup.give([0, 1], 4, ends=True)
+    await asyncio.sleep(0.3)
+    assert not batch.done()
+    setup.rewards.held[0].set()
+    stats = (await batch).stats
+    assert stats.generation_s < 0.3
+    assert stats.reward_timeouts == 3
 
 
 async def test_an_asynchronous_step_goes_on_with_the_next_ones_while_the_trainer_works() -> None:

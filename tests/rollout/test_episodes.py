@@ -10,6 +10,7 @@ import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.types import FinishReason
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from bapo_megatron.environment.base import Task, Turn
-    from bapo_megatron.reward.base import Response, Score
+    from bapo_megatron.reward.base import Response
     from bapo_megatron.rollout.buffer import Episode
 
 HISTORY: list[tuple[str, Any]] = [
@@ -433,6 +434,19 @@ async def test_a_failed_episode_has_no_reward_of_its_group_either() -> None:
     assert [len(group) for group in setup.rewards.groups] == [3]
     resumed = await _group(state=setup.saved(), num_ended=0)
     assert _rewards(resumed) == [0.5, 2.0, 0.0]
+
+
+async def test_what_a_function_says_can_be_stored_and_its_lack_of_time_is_counted() -> None:
+    async def score(response: Response) -> Score:
+        return Score(1.0, extracted="\ud800 7", reason="a\udfffb", timed_out=True)
+
+    setup = Setup(ONE_TURN)
+    setup.rewards.score = score  # type: ignore[method-assign]
+    await setup.begin()
+    await setup.turn(3)
+    text = setup.episode.text()
+    assert (text.extracted, text.reason) == ("? 7", "a?b")
+    assert setup.episodes.grader.num_timeouts == 1
 
 
 class SlowShaping:
