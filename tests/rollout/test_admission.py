@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,19 +148,6 @@ def test_requests_are_limited_and_spread_by_the_number_that_each_engine_runs_at_
     assert admission.choose(engines, claim_of(9), is_due=True) in engines  # it lost its engine
 
 
-async def test_requests_beyond_those_that_a_server_runs_at_a_time_wait_here() -> None:
-    states = [{"effective_max_running_requests_per_dp": 2}]
-    fake = FakeSglang(stalls={3: 5}, info={"internal_states": states})
-    async with pool_on(fake) as pool:
-        responses = [Response(pool) for _ in range(5)]
-        await until(lambda: all(response.token_ids for response in responses[:2]))
-        assert pool.num_in_flight == 2
-        fake.stalls.clear()
-        for response in responses:
-            await response.check(20, FinishReason.LENGTH)
-        assert fake.max_concurrent == 2
-
-
 def test_a_large_group_is_spread_once_its_engine_has_much_more_to_do() -> None:
     admission, engines = Admission(None), [engine_with(None), engine_with(None)]
     taken = [admission.choose(engines, claim_of(1), is_due=False) for _ in range(16)]
@@ -185,27 +173,27 @@ async def test_requests_of_one_affinity_share_a_server_and_others_go_where_least
         assert pool._admission._engine_by_affinity == {}
 
 
-async def test_requests_wait_until_the_cache_is_expected_to_hold_them() -> None:
-    # One request holds 3 tokens at once, and its response of 20 must fit, too.
-    fake = FakeSglang(stalls={3: 5}, cache_tokens=30)
+@pytest.mark.parametrize(
+    ("options", "num_sent"),
+    [
+        # One request holds 3 tokens at once, and its response of 20 must fit, too.
+        ({"cache_tokens": 30}, 1),
+        ({"info": {"internal_states": [{"effective_max_running_requests_per_dp": 2}]}}, 2),
+    ],
+    ids=["cache", "requests"],
+)
+async def test_requests_beyond_what_a_server_reports_wait_here(
+    options: dict[str, Any], num_sent: int
+) -> None:
+    fake = FakeSglang(stalls={3: 5}, **options)
     async with pool_on(fake) as pool:
-        responses = [Response(pool) for _ in range(3)]
-        await until(lambda: bool(responses[0].token_ids))
-        assert pool.num_in_flight == 1
+        responses = [Response(pool) for _ in range(5)]
+        await until(lambda: all(response.token_ids for response in responses[:num_sent]))
+        assert pool.num_in_flight == num_sent
         fake.stalls.clear()
         for response in responses:
             await response.check(20, FinishReason.LENGTH)
-        assert fake.max_concurrent == 1
-
-
-async def test_a_server_with_a_larger_cache_gets_more_requests() -> None:
-    small, large = FakeSglang(stalls={3: 5}), FakeSglang(stalls={3: 5})
-    large.cache_tokens *= 3
-    async with pool_on(small, large) as pool:
-        responses = [Response(pool) for _ in range(8)]
-        await until(lambda: all(r.token_ids for r in responses))
-        assert (len(small.requests), len(large.requests)) == (2, 6)
-        await pool.drain()
+        assert fake.max_concurrent == num_sent
 
 
 @pytest.mark.parametrize(("stepper", "num_sent"), [(None, 2), (NoStepper(), 5)])
