@@ -35,16 +35,16 @@ async def test_pieces_come_while_the_response_is_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "request_timeout_s", "reason"),
+    ("fault", "request_timeout_s", "affinity", "num_lost", "reason"),
     [
-        ("death", 1000, "the connection broke"),
-        ("hang", 1000, "no answer for 2 s"),
-        ("silence", 1, "no token of any request within 1 s; raise rollout.request_timeout_s"),
+        ("death", 1000, None, 1, "the connection broke"),
+        ("death", 1000, -1, 0, "the connection broke"),  # of an evaluation
+        ("hang", 1000, None, 1, "no answer for 2 s"),
+        ("silence", 1, None, 1, "no token of any request within 1 s; raise rollout.request_time"),
     ],
 )
-@pytest.mark.parametrize(("affinity", "num_lost"), [(None, 1), (-1, 0)], ids=["batch", "eval"])
 async def test_a_server_that_fails_loses_nothing_that_was_received(
-    fault: str, request_timeout_s: float, reason: str, affinity: int | None, num_lost: int
+    fault: str, request_timeout_s: float, affinity: int | None, num_lost: int, reason: str
 ) -> None:
     failing, other = FakeSglang(stalls={3: 9}), FakeSglang()
     async with pool_on(failing, other, request_timeout_s=request_timeout_s) as pool:
