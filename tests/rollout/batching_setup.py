@@ -109,6 +109,7 @@ class Setup:
         replay: dict[str, Any] | None = None,
         interaction: Interaction | None = None,
         pool: Any = None,
+        grader: Any = None,
         **rollout: Any,
     ) -> None:
         sizes = {"groups_per_step": 2, "samples_per_group": 2, "max_response_tokens": 20}
@@ -118,7 +119,7 @@ class Setup:
         """What the next delivery raises."""
         self.rewards = Rewards(equal)
         self.batches = make_batches(
-            self.rewards,
+            grader or self.rewards,
             sizes | rollout,
             interaction=interaction,
             replay=replay,
