@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.reward.base import Response
+    from bapo_megatron.rollout.agents import Agents
     from bapo_megatron.rollout.buffer import Episode
     from bapo_megatron.rollout.pool import EnginePool
 
@@ -74,6 +75,9 @@ class Setup:
         sees_groups: bool = False,
         shaping: Any = None,
         pool: EnginePool | None = None,
+        prompt: Prompt = PROMPT,
+        renderer: Any = None,
+        agents: Agents | None = None,
         **episodes: Any,
     ) -> None:
         self.environment = ScriptedEnvironment(answer, begin)
@@ -81,13 +85,13 @@ class Setup:
         self.pool: Any = FakePool(version) if pool is None else pool
         self.rewards = CountingRewards()
         self.max_tokens = max_tokens
-        config = EpisodesConfig.model_validate(episodes)
-        self.interaction = Interaction(self.environment, Renderer(), config)
-        grader = Grader(Renderer(), self.rewards, shaping, sees_groups=sees_groups)
+        config, renderer = EpisodesConfig.model_validate(episodes), renderer or Renderer()
+        self.interaction = Interaction(self.environment, renderer, config, agents=agents)
+        grader = Grader(renderer, self.rewards, shaping, sees_groups=sees_groups)
         self.episodes = Episodes(self.pool, self.interaction, grader, self.request_of)
         if state is None:
             self.buffer = RolloutBuffer()
-            self.buffer.start_group(PROMPT, num_samples)
+            self.buffer.start_group(prompt, num_samples)
         else:
             self.buffer = read_file(state).buffer
         [self.group] = self.buffer

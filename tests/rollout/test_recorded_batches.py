@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bapo_megatron.data.dump import decode_batch
-from bapo_megatron.types import EncodedBatch
 from tests.agent.episodes import make_renderer
 from tests.rollout import test_agents, test_repeats
 
@@ -51,8 +49,7 @@ OPTIONS: dict[str, dict[str, bool]] = {
 def digest_of(batches: Sequence[bytes]) -> str:
     """Hash every decoded field of the batches."""
     digest = hashlib.sha256()
-    for content in batches:
-        batch = decode_batch(EncodedBatch("a batch", bytearray(content)))
+    for batch in map(test_repeats.decoded, batches):
         digest.update(repr((batch.step, batch.version, asdict(batch.stats))).encode())
         for sequence in batch.sequences:
             fields = asdict(sequence)
@@ -73,9 +70,9 @@ def digests(tokenizer_dir: Path) -> dict[str, str]:
     for name, rollout in ROLLOUTS.items():
         for kind, options in OPTIONS.items():
             setting = {**rollout, "environment": "mine:Mine"} if options else rollout
-            case = test_repeats.Case(setting, {}, is_slow=False, **options)
+            case = test_repeats.Case(setting, **options)
             by_case[f"{name}, {kind}"] = digest_of(case.play(1).batches)
-        agents = test_agents.Case(make_renderer(tokenizer_dir), rollout)
+        agents = test_agents.AgentCase(rollout, renderer=make_renderer(tokenizer_dir))
         by_case[f"{name}, agents"] = digest_of(agents.play(1).batches)
     replayed = test_repeats.Case(AHEAD, {"batches": 2}, is_slow=True)
     by_case["replayed"] = digest_of(replayed.play(1).batches)

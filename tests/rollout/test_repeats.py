@@ -7,10 +7,11 @@ Random settings; graders and environments answer after random real delays, so in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import zlib
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,15 +33,17 @@ from tests.rollout.batching_setup import Renderer, make_batches
 from tests.rollout.saved_files import read_file, without_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from bapo_megatron.environment.base import Task, Turn
     from bapo_megatron.reward.base import Response
+    from bapo_megatron.rollout.batching import BatchCollector
     from bapo_megatron.types import RolloutBatch
 
 pytestmark = pytest.mark.slow
 
 TOTAL_STEPS, UPDATES = 5, 2
+SIZES = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
 PROMPTS = [Prompt(f"p:{number}", (1, 2), "", "") for number in range(7)]
 
 
@@ -114,51 +117,67 @@ class Run:
 @dataclass
 class Case:
     rollout: dict[str, Any]
-    replay: dict[str, Any]
-    is_slow: bool
+    replay: dict[str, Any] = field(default_factory=dict)
+    is_slow: bool = False
     has_environment: bool = False
     sees_groups: bool = False
     has_teacher: bool = False
 
     def play(self, delay_seed: int, state: bytes | None = None, first_step: int = 0) -> Run:
+        """A whole run, or the steps after a state."""
         return asyncio.run(self._play(delay_seed, state, first_step))
 
     async def _play(self, delay_seed: int, state: bytes | None, first_step: int) -> Run:
         delays, run = random.Random(delay_seed), Run()
-        pool = SteppedPool(first_step * UPDATES, is_slow=self.is_slow, delay_seed=delay_seed)
-        sizes = {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 40}
-        delay, renderer = Delays(delay_seed), Renderer()
+        self.pool: Any = self.make_pool(
+            first_step * UPDATES, is_slow=self.is_slow, delay_seed=delay_seed
+        )
+        async with self.opened(Delays(delay_seed)) as batches:
+            if state is not None:
+                batches.restore(read_file(state))
+            batches.attach(self.pool)
+            for step in range(first_step, TOTAL_STEPS):
+                async with asyncio.timeout(60):
+                    batch = await batches.collect(step + 1, deliver)
+                await asyncio.sleep(delays.choice((0, 0.001, 0.004)))  # the trainer trains
+                await batches.pause()
+                assert not self.pool.requests
+                self.pool.version += UPDATES
+                await batches.resume()
+                run.states.append(without_clock(batches.state()))
+                run.batches.append(content_of(batch))
+            await batches.close()
+        return run
+
+    make_pool: ClassVar[type[SteppedPool]] = SteppedPool
+
+    @contextlib.asynccontextmanager
+    async def opened(self, delay: Delays) -> AsyncIterator[BatchCollector]:
+        renderer: Any = Renderer()
         limits = EpisodesConfig(max_turns=3, on_error="zero")
         interaction = Interaction(SlowEnvironment(delay), renderer, limits)
         teacher = make_teacher(top_k=2) if self.has_teacher else None
         if teacher is not None:
             await teacher.start([FakeTeacher(delay), FakeTeacher(delay)])
-        rewards = SlowRewards(delay)
-        batches = make_batches(
+        rewards: Any = SlowRewards(delay)
+        yield make_batches(
             Grader(renderer, rewards, sees_groups=self.sees_groups, teacher=teacher),
-            sizes | self.rollout,
+            {**SIZES, **self.rollout},
             interaction=interaction if self.has_environment else None,
             prompts=make_stream(PROMPTS, shuffle=True),
             replay=self.replay,
             total_steps=TOTAL_STEPS,
             updates=UPDATES,
         )
-        if state is not None:
-            batches.restore(read_file(state))
-        batches.attach(pool)
-        for step in range(first_step, TOTAL_STEPS):
-            async with asyncio.timeout(20):
-                batch = await batches.collect(step + 1, deliver)
-            await asyncio.sleep(delays.choice((0, 0.001, 0.004)))  # the trainer trains
-            await batches.pause()
-            assert not pool.requests
-            pool.version += UPDATES
-            await batches.resume()
-            run.states.append(without_clock(batches.state()))
-            run.batches.append(content_of(batch))
-        await batches.close()
         if teacher is not None:
             await teacher.close()
+
+    def check(self, stopped_after: int) -> Run:
+        """Neither delays nor a resumption change the run, which is returned."""
+        run = self.play(1)
+        assert self.play(2) == run
+        resumed = self.play(3, run.states[stopped_after - 1], stopped_after)
+        assert resumed == Run(run.batches[stopped_after:], run.states[stopped_after:])
         return run
 
 
@@ -168,6 +187,10 @@ def content_of(batch: RolloutBatch | None) -> bytes:
     return encode_batch(
         replace(batch, stats=replace(batch.stats, generation_s=0.0, loop_lag_s=0.0))
     )
+
+
+def decoded(content: bytes) -> RolloutBatch:
+    return decode_batch(EncodedBatch("a batch", bytearray(content)))
 
 
 AHEAD = st.sampled_from(
@@ -235,12 +258,5 @@ def test_neither_delays_nor_a_resumption_change_a_run(
     if has_environment:
         rollout = {**rollout, "environment": "mine:Mine"}
     case = Case(rollout, replay, is_slow, has_environment, sees_groups, has_teacher)
-    first, second = case.play(1), case.play(2)
-    for batch in first.batches:
-        samples = decode_batch(EncodedBatch("a batch", bytearray(batch))).samples
-        assert all(has_columns(sample) is has_teacher for sample in samples)
-    assert first.batches == second.batches
-    assert first.states == second.states
-    resumed = case.play(3, first.states[stopped_after - 1], stopped_after)
-    assert resumed.batches == first.batches[stopped_after:]
-    assert resumed.states == first.states[stopped_after:]
+    for batch in map(decoded, case.check(stopped_after).batches):
+        assert all(has_columns(sample) is has_teacher for sample in batch.samples)
