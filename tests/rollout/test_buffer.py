@@ -43,30 +43,25 @@ def _completion(first: int, length: int, version: int, finish: str = "abort") ->
 
 
 def _filled() -> RolloutBuffer:
-    """Group 0 is done and scored, group 1 half done, group 2 untouched."""
+    """Group 0 is done and scored, group 1 half done, group 2 untouched.
+
+    Only group 0 has a teacher's column and routes: five rows of two experts.
+    """
     buffer = RolloutBuffer()
     groups = [buffer.start_group(prompt, 2) for prompt in PROMPTS]
+    routes = np.arange(120, 130, dtype=np.int16).reshape(5, 2)
     for episode in groups[0].episodes:
-        give(episode, _completion(0, 3, 1, "stop"))
+        give(episode, replace(_completion(0, 3, 1, "stop"), routes=routes))
         episode.texts = ("fine\n",)
         episode.extracted, episode.reason = "5 cm", "unit_differs"
         sample = episode.finished()
         sample.reward, sample.answer_found = 1.0, True
         sample.reward_components = {"math": 1.0, "overlong": -0.25}
+        sample.columns = {"teacher_logprob": np.array([-1, -2, -3], np.float32)}
     give(groups[1].episodes[0], _completion(20, 2, 1), _completion(22, 3, 2))
     groups[1].episodes[0].rests_at = 5
     give(groups[1].episodes[1], _completion(30, 4, 2, "stop"))
     return buffer
-
-
-def test_a_continued_sample_sends_prompt_and_prefix_and_keeps_everything_in_order() -> None:
-    episode = list(_filled())[1].episodes[0]
-    [call] = episode.record.calls
-    assert [*call.prompt(), *call.turn.token_ids] == [11, 11, 12, 20, 21, 22, 23, 24]
-    assert call.turn.versions == ((1, 2), (2, 3))
-    expected = [np.float32(-21 / 7), -22 / 7, -23 / 7, -24 / 7, -25 / 7]
-    np.testing.assert_allclose(call.turn.logprobs, expected, rtol=1e-7)
-    assert not episode.is_finished
 
 
 def test_a_sample_is_finished_at_its_very_last_token_and_its_end_may_come_twice() -> None:
@@ -81,6 +76,12 @@ def test_a_sample_is_finished_at_its_very_last_token_and_its_end_may_come_twice(
 
 def _file(buffer: RolloutBuffer) -> bytes:
     return file_of(SavedRollout(AT_START, buffer.snapshot()))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return (value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
 @pytest.mark.parametrize("chunk_samples", [1, 128], ids=["many row groups", "one row group"])
@@ -100,11 +101,8 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
         for saved, episode in zip(saved_group.episodes, group.episodes, strict=True):
             assert episode.is_finished == saved.is_finished
             for field in fields(Sample):
-                mine, other = (getattr(so_far(e), field.name) for e in (episode, saved))
-                if isinstance(mine, np.ndarray):
-                    assert (mine.dtype, mine.tobytes()) == (other.dtype, other.tobytes())
-                elif field.name != "prompt":
-                    assert mine == other
+                mine, other = (_plain(getattr(so_far(e), field.name)) for e in (episode, saved))
+                assert field.name == "prompt" or mine == other
             for field in fields(Episode):
                 if field.name not in ("sample", "record"):
                     assert getattr(episode, field.name) == getattr(saved, field.name)
@@ -171,34 +169,6 @@ def test_a_restored_episode_has_its_prompt_though_its_first_turn_was_empty() -> 
         assert sample.response_token_ids.tolist() == [7, 3, 4]
 
 
-def test_token_columns_that_do_not_fit_their_turn_are_named_by_file_and_sample(
-    tmp_path: Path,
-) -> None:
-    buffer, path = _filled(), tmp_path / "rollout.parquet"
-    for episode in next(iter(buffer)).episodes:
-        episode.finished().columns = {"teacher_logprob": np.zeros(3, np.float32)}
-    content = _file(buffer)
-    table = pq.read_table(io.BytesIO(content))
-    column = table.column_names.index("teacher_logprob")
-    values = pa.array([[0.0], *table["teacher_logprob"].to_pylist()[1:]], pa.list_(pa.float32()))
-    pq.write_table(table.set_column(column, table.schema.field(column), values), path)
-    with pytest.raises(
-        DumpError, match=r"rollout\.parquet: sample 0 of group 0: .*teacher_logprob"
-    ):
-        read_saved(path)
-
-
-def test_taken_groups_are_gone_and_their_ids_are_not_used_again() -> None:
-    buffer = _filled()
-    buffer.take(list(buffer)[:1])
-    assert [group.group_id for group in buffer] == [1, 2]
-    for group in buffer:
-        buffer.drop(group, DropReason.SURPLUS)
-    assert len(buffer) == 0
-    assert buffer.start_group(PROMPTS[0], 2).group_id == 3
-    assert buffer.next_group_id == buffer.num_accounted
-
-
 def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> None:
     buffer = RolloutBuffer(deque(maxlen=2))
     for prompt in PROMPTS:
@@ -206,9 +176,12 @@ def test_groups_of_the_latest_batches_are_kept_for_replay_over_a_restart() -> No
         give(group.episodes[0], _completion(5, 2, group.group_id, "stop"))
         group.episodes[0].texts = ("fine",)
         buffer.take([group])
-    restored = read_file(_file(buffer)).buffer
+    content = _file(buffer)
+    assert b"routed_tokens" not in content
+    restored = read_file(content).buffer
     assert [[group.group_id for group in batch] for batch in restored.earlier] == [[1], [2]]
     sample = restored.earlier[1][0].episodes[0].finished()
+    assert sample.routes is None
     assert sample.response_token_ids.tolist() == [5, 6]
     assert sample.versions == ((2, 2),)
 
@@ -261,6 +234,8 @@ def test_a_damaged_file_and_one_of_another_format_are_refused_in_one_line(
         ({"parent": 3}, "sample 0 of group 0: call: must come in order and after its parent"),
         ({"version_tokens": [2]}, "sample 0 of group 0: call: must have a log-prob and a version"),
         ({"turn_end": "over"}, "sample 0 of group 0: call: 'over' is not a valid"),
+        ({"teacher_logprob": [0.0]}, "sample 0 of group 0: .*teacher_logprob"),
+        ({"routed_tokens": 7}, "sample 0 of group 0: call: routes: 10 experts for 7 tokens"),
         ({"prompt": "{"}, "sample 0 of group 0: prompt: not valid JSON"),
         ({"batch": 0}, "batch below num_earlier, 0"),
     ],

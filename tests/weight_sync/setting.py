@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from bapo_megatron.weight_sync.receive import Load, Opened, Receive, Resumed, We
 from tests.fakes.fake_weight_server import LOGPROB
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
 
 BUCKET = BucketLayout(names=("w",), dtypes=("float32",), shapes=((2, 3),))
@@ -98,23 +98,18 @@ class Setting:
         return self.pool.reasons[self.pool.engines[number].address]
 
 
-def run_sync(
-    servers: Sequence[Any], use: Callable[[Setting], Awaitable[None]], **rollout: Any
-) -> None:
-    """Run ``use`` with a receiver on these servers, with this section of the configuration."""
+@contextlib.asynccontextmanager
+async def sync_on(servers: Sequence[Any], **rollout: Any) -> AsyncIterator[Setting]:
+    """A receiver on these servers, with this section of the configuration."""
     sync = {"verify": "every", **rollout.pop("weight_sync", {})}
     health = {"timeout_s": 5, "patience_s": 20}
     config = RolloutConfig.model_validate({"health": health, **rollout, "weight_sync": sync})
-
-    async def run() -> None:
-        clients = [SglangClient(s.address, ApiKeys(), request_timeout_s=60) for s in servers]
-        pool, generation = StubPool(clients), StubGeneration()
-        receiver = WeightReceiver(pool, config, generation, PROBE)
-        try:
-            await use(Setting(pool, generation, receiver))
-        finally:
-            await receiver.close()
-            for client in clients:
-                await client.close()
-
-    asyncio.run(run())
+    clients = [SglangClient(s.address, ApiKeys(), request_timeout_s=60) for s in servers]
+    pool, generation = StubPool(clients), StubGeneration()
+    receiver = WeightReceiver(pool, config, generation, PROBE)
+    try:
+        yield Setting(pool, generation, receiver)
+    finally:
+        await receiver.close()
+        for client in clients:
+            await client.close()

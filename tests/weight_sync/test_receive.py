@@ -11,7 +11,7 @@ from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.receive import Opened, Receive
 from tests.fakes.fake_weight_server import FakeWeightServer
-from tests.weight_sync.setting import Setting, run_sync
+from tests.weight_sync.setting import Setting, sync_on
 
 if TYPE_CHECKING:
     from bapo_megatron.engine.pooled import PooledEngine
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 BROADCAST, DISK = "/update_weights_from_distributed", "/update_weights_from_disk"
 
 
-def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
+async def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
     servers: list[FakeWeightServer],
 ) -> None:
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         assert await setting.broadcast() == Opened(
             addresses=tuple(server.address for server in servers),
             num_ranks=(1, 1),
@@ -32,8 +32,6 @@ def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
         assert setting.states == ["usable", "usable"]
         assert setting.pool.version == 7
         assert setting.generation.calls == ["pause", "resume"]
-
-    run_sync(servers, use)
     for number, server in enumerate(servers):
         assert server.paths == [
             "/begin_weight_update",
@@ -66,40 +64,37 @@ def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
         assert server.version == "7"
 
 
-def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
-    async def use(setting: Setting) -> None:
-        assert (await setting.broadcast()).num_ranks == (2, 4)
-
+async def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
     with FakeWeightServer(tensor_ranks=2) as first, FakeWeightServer(tensor_ranks=4) as second:
-        run_sync([first, second], use)
+        async with sync_on([first, second]) as setting:
+            assert (await setting.broadcast()).num_ranks == (2, 4)
         joins = [server.calls[1][1] for server in (first, second)]
     assert [join["rank_offset"] for join in joins] == [1, 3]
     assert [join["world_size"] for join in joins] == [7, 7]
 
 
-def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
+async def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
     with FakeWeightServer(in_session=True) as server:
-        run_sync([server], Setting.broadcast)
+        async with sync_on([server]) as setting:
+            await setting.broadcast()
         assert server.version == "7"
         assert not server.in_session
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -> None:
-    async def use(setting: Setting) -> None:
-        await setting.broadcast()
-        assert setting.states == ["usable"]
-
+async def test_the_cache_of_requests_that_are_paused_in_place_is_kept(is_busy: bool) -> None:
     with FakeWeightServer(is_busy=is_busy) as server:
-        run_sync([server], use, weight_sync={"in_flight": "in_place"})
+        async with sync_on([server], weight_sync={"in_flight": "in_place"}) as setting:
+            await setting.broadcast()
+            assert setting.states == ["usable"]
         # The server itself decides whether requests are running.
         assert server.paths.count("/flush_cache") == 1
 
 
-def test_the_group_is_shared_until_a_member_is_lost_joins_or_leaves(
+async def test_the_group_is_shared_until_a_member_is_lost_joins_or_leaves(
     servers: list[FakeWeightServer],
 ) -> None:
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         first, second = setting.pool.engines
         setting.pool.engines = [first]
         assert (await setting.broadcast(1)).num_ranks == (1,)
@@ -125,17 +120,14 @@ def test_the_group_is_shared_until_a_member_is_lost_joins_or_leaves(
         for server in servers:
             assert server.paths[-1] == "/destroy_weights_update_group"
         assert not (await setting.broadcast(6)).share_group
-
-    run_sync(servers, use)
     assert [server.version for server in servers] == ["6", "5"]
 
 
-def test_a_server_that_refuses_is_left_out_until_the_next_weight_sync(
+async def test_a_server_that_refuses_is_left_out_until_the_next_weight_sync(
     servers: list[FakeWeightServer],
 ) -> None:
     servers[1].refusals[BROADCAST] = "wrong shape"
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         await setting.begin()
         assert "wrong shape" in await setting.receive()
         opened = await setting.begin()
@@ -154,58 +146,65 @@ def test_a_server_that_refuses_is_left_out_until_the_next_weight_sync(
 
         servers[1].refusals.clear()
         assert len((await setting.broadcast(8)).addresses) == 2
-
-    run_sync(servers, use)
     assert [server.version for server in servers] == ["8", "8"]
 
 
-def test_the_only_server_that_answers_takes_part_again_though_it_failed() -> None:
-    async def use(setting: Setting) -> None:
+async def test_the_only_server_that_answers_takes_part_again_though_it_failed(
+    servers: list[FakeWeightServer],
+) -> None:
+    health = {"timeout_s": 0.5, "patience_s": 20}
+    async with sync_on(servers[:1], health=health) as setting:
         await setting.begin()
-        server.hanging.add(BROADCAST)
+        servers[0].hanging.add(BROADCAST)
         setting.pool.mark_lost(setting.pool.engines[0], "killed")
         assert "lost during the call" in await setting.receive()
-        server.hanging.clear()
+        servers[0].hanging.clear()
         loop = asyncio.get_running_loop()
         loop.call_later(1.0, setattr, setting.pool.engines[0], "state", EngineState.STALE)
         await setting.broadcast()
         assert setting.states == ["usable"]
 
-    with FakeWeightServer() as server:
-        run_sync([server], use, health={"timeout_s": 0.5, "patience_s": 20})
 
-
-def test_a_server_that_refuses_to_begin_is_left_out(servers: list[FakeWeightServer]) -> None:
-    servers[0].refusals |= {"/begin_weight_update": "no", "/end_weight_update": "no"}
-
-    async def use(setting: Setting) -> None:
-        assert (await setting.broadcast()).addresses == (servers[1].address,)
+@pytest.mark.parametrize(
+    ("fault", "sync", "reason"),
+    [
+        ({"ignores_labels": True}, Setting.load, "reports '0'"),
+        (
+            {"refusals": {"/begin_weight_update": "no", "/end_weight_update": "no"}},
+            Setting.broadcast,
+            "/end_weight_update",
+        ),
+    ],
+    ids=["another version", "no session"],
+)
+async def test_a_server_that_fails_at_the_end_or_the_beginning_is_left_out(
+    servers: list[FakeWeightServer], fault: dict[str, Any], sync: Any, reason: str
+) -> None:
+    vars(servers[0]).update(fault)
+    async with sync_on(servers) as setting:
+        await sync(setting)
         assert setting.states == ["lost", "usable"]
-
-    run_sync(servers, use)
+        assert reason in setting.reason(0)
 
 
 @pytest.mark.parametrize("path", [BROADCAST, DISK])
-def test_servers_that_all_refuse_end_the_run_with_their_words(
+async def test_servers_that_all_refuse_end_the_run_with_their_words(
     servers: list[FakeWeightServer], path: str
 ) -> None:
     for server in servers:
         server.refusals[path] = "no such weight"
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         if path == BROADCAST:
             await setting.begin()
             assert "no such weight" in await setting.receive()
         with pytest.raises(RolloutError, match=rf"{path}.*no such weight"):
             await (setting.begin() if path == BROADCAST else setting.load())
 
-    run_sync(servers, use)
 
-
-def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
+async def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
     servers: list[FakeWeightServer],
 ) -> None:
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         await setting.broadcast(1)
         servers[1].refusals[BROADCAST] = "unknown group"  # it restarted
         assert (await setting.begin(2)).share_group
@@ -213,8 +212,6 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
         servers[1].refusals.clear()
         assert not (await setting.broadcast(2)).share_group
         assert setting.states == ["usable", "usable"]
-
-    run_sync(servers, use)
     assert [server.version for server in servers] == ["2", "2"]
 
 
@@ -222,12 +219,14 @@ def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
 @pytest.mark.parametrize(
     ("is_noticed", "timeout_s", "reason"), [(False, 3, "no answer within"), (True, 60, "silent")]
 )
-def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost(
+async def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost(
     servers: list[FakeWeightServer], is_noticed: bool, timeout_s: float, reason: str
 ) -> None:
     servers[0].hanging.add(BROADCAST)
 
-    async def use(setting: Setting) -> None:
+    health = {"timeout_s": 2, "patience_s": 60}
+    sync = {"timeout_s": timeout_s}
+    async with sync_on(servers, weight_sync=sync, health=health) as setting:
         await setting.begin()
         receiving = asyncio.create_task(setting.receive())
         await asyncio.sleep(0.2)
@@ -237,27 +236,11 @@ def test_a_server_that_hangs_is_left_out_after_the_time_limit_or_when_it_is_lost
         assert (await setting.broadcast()).addresses == (servers[1].address,)
         assert setting.states == ["lost", "usable"]
 
-    health = {"timeout_s": 2, "patience_s": 60}
-    run_sync(servers, use, weight_sync={"timeout_s": timeout_s}, health=health)
 
-
-def test_a_server_that_reports_another_version_is_left_out(servers: list[FakeWeightServer]) -> None:
-    servers[0].ignores_labels = True
-
-    async def use(setting: Setting) -> None:
-        await setting.load()
-        assert setting.states == ["lost", "usable"]
-        assert "reports '0'" in setting.reason(0)
-
-    run_sync(servers, use)
-
-
-def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]) -> None:
-    async def use(setting: Setting) -> None:
+async def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]) -> None:
+    async with sync_on(servers) as setting:
         await setting.load()
         assert setting.states == ["usable", "usable"]
-
-    run_sync(servers, use)
     assert servers[0].calls == [
         (
             DISK,
@@ -273,48 +256,42 @@ def test_a_directory_is_loaded_without_a_session(servers: list[FakeWeightServer]
 
 
 @pytest.mark.slow
-def test_a_slow_server_loads_on_while_another_one_refuses(servers: list[FakeWeightServer]) -> None:
+async def test_a_slow_server_loads_on_while_another_one_refuses(
+    servers: list[FakeWeightServer],
+) -> None:
     servers[0].refusals[DISK] = "no such directory"
     servers[1].delay_s = 3.0  # longer than a server may be silent
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers, health={"timeout_s": 1.5, "patience_s": 60}) as setting:
         await setting.load()
         assert setting.states == ["lost", "usable"]
-
-    run_sync(servers, use, health={"timeout_s": 1.5, "patience_s": 60})
     assert servers[1].version == "7"
 
 
-def test_nobody_waits_for_a_lost_server_to_load(servers: list[FakeWeightServer]) -> None:
+async def test_nobody_waits_for_a_lost_server_to_load(servers: list[FakeWeightServer]) -> None:
     servers[0].hanging.add(DISK)
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         loading = asyncio.create_task(setting.load())
         await asyncio.sleep(0.2)
         setting.pool.mark_lost(setting.pool.engines[0], "silent")
         await asyncio.wait_for(loading, 5)
         assert setting.states == ["lost", "usable"]
 
-    run_sync(servers, use)
 
-
-def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
-    async def use(setting: Setting) -> None:
+async def test_each_server_takes_its_own_payloads(servers: list[FakeWeightServer]) -> None:
+    async with sync_on(servers) as setting:
         await setting.receiver.begin(7)
         request = Receive(bucket=(("YQ==",), ("Yg==",)), is_last=True)
         assert await setting.receiver.receive(request) is None
         assert setting.states == ["usable", "usable"]
-
-    run_sync(servers, use)
     payloads = [dict(server.calls)["/update_weights_from_tensor"] for server in servers]
     assert [p["serialized_named_tensors"] for p in payloads] == [["YQ=="], ["Yg=="]]
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_without_any_server_the_patience_ends(
+async def test_without_any_server_the_patience_ends(
     servers: list[FakeWeightServer], refuses: bool
 ) -> None:
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers[:1], health={"patience_s": 0.5}) as setting:
         for engine in setting.pool.engines:
             if refuses:
                 servers[0].refusals["/end_weight_update"] = "stuck"
@@ -324,15 +301,12 @@ def test_without_any_server_the_patience_ends(
         with pytest.raises(RolloutError, match=r"version 7 .*health\.patience_s.*(stuck|killed)"):
             await setting.begin()
 
-    run_sync(servers[:1], use, health={"patience_s": 0.5})
 
-
-def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_others_are_ended(
+async def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_ends_others(
     servers: list[FakeWeightServer],
 ) -> None:
     ended: list[str] = []
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         await setting.receiver.begin(7)
         first, second = setting.pool.engines
 
@@ -350,5 +324,3 @@ def test_a_call_that_fails_in_an_unforeseen_way_is_told_with_its_kind_and_the_ot
         assert setting.reason(0) == reason
         assert "hangs" in setting.reason(1)
         assert ended == [second.address]
-
-    run_sync(servers, use)

@@ -56,10 +56,7 @@ def test_a_version_that_the_servers_have_is_sent_only_if_asked(
 ) -> None:
     assert ranks[0]["same version"] == (None, "", {})
     assert ranks[0]["same version again"][2]["begin"] == 1
-    assert [rank["exports"] for rank in ranks] == [
-        1,
-        1,
-    ]  # to disk, sent twice
+    assert [rank["exports"] for rank in ranks] == [1, 1]  # to disk, sent twice
 
 
 def test_after_a_failure_all_buckets_are_sent_again(ranks: tuple[dict[str, Any], ...]) -> None:

@@ -9,18 +9,18 @@ import pytest
 from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
-from tests.weight_sync.setting import PROBE, Setting, run_sync
+from tests.weight_sync.setting import PROBE, sync_on
 
 
-def test_servers_that_compute_as_the_trainer_does_are_kept(servers: list[FakeWeightServer]) -> None:
-    async def use(setting: Setting) -> None:
+async def test_servers_that_compute_as_the_trainer_does_are_kept(
+    servers: list[FakeWeightServer],
+) -> None:
+    async with sync_on(servers) as setting:
         await setting.load()
         assert await setting.receiver.probe(None) == PROBE
         resumed = await setting.receiver.resume(((LOGPROB + 0.03, LOGPROB), (LOGPROB - 0.03,)))
         assert resumed.difference == pytest.approx(0.02)
         assert setting.states == ["usable", "usable"]
-
-    run_sync(servers, use)
 
 
 @pytest.mark.parametrize(
@@ -31,50 +31,42 @@ def test_servers_that_compute_as_the_trainer_does_are_kept(servers: list[FakeWei
         (float("nan"), "unusable answer"),  # no JSON
     ],
 )
-def test_a_server_that_computes_otherwise_serves_nobody(
+async def test_a_server_that_computes_otherwise_serves_nobody(
     servers: list[FakeWeightServer], wrong: float | None, reason: str
 ) -> None:
     servers[1].logprob = wrong
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         assert (await setting.compare()).difference == 0.0
         assert setting.states == ["usable", "lost"]
         assert reason in setting.reason(1)
 
-    run_sync(servers, use)
 
-
-def test_if_every_server_computes_otherwise_the_run_ends(servers: list[FakeWeightServer]) -> None:
+async def test_if_every_server_computes_otherwise_the_run_ends(
+    servers: list[FakeWeightServer],
+) -> None:
     for server in servers:
         server.logprob = LOGPROB + 0.2
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers) as setting:
         with pytest.raises(RolloutError, match=r"by 0\.2 .*verify_tolerance"):
             await setting.compare()
 
-    run_sync(servers, use)
 
-
-def test_servers_that_end_during_the_probe_do_not_end_the_run(
+async def test_servers_that_end_during_the_probe_do_not_end_the_run(
     servers: list[FakeWeightServer],
 ) -> None:
     servers[0].hanging.add("/generate")
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers[:1], weight_sync={"timeout_s": 1}) as setting:
         assert (await setting.compare()).difference is None
         assert setting.states == ["lost"]
         assert "does not answer the probe" in setting.reason(0)
 
-    run_sync(servers[:1], use, weight_sync={"timeout_s": 1})
-
 
 @pytest.mark.parametrize("in_flight", ["abort", "retract"])
-def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
+async def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
     servers: list[FakeWeightServer], in_flight: str
 ) -> None:
     servers[1].delay_s = 0.3
-
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers, weight_sync={"in_flight": in_flight}) as setting:
         clock_s = asyncio.get_running_loop().time
         started_s = clock_s()
         await setting.load()
@@ -89,13 +81,12 @@ def test_the_pause_lasts_from_the_stop_of_generation_until_it_goes_on(
         setting.generation.is_running = False
         assert (await setting.compare(version=8)).pause_s == 0.0
 
-    run_sync(servers, use, weight_sync={"in_flight": in_flight})
 
-
-def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
+async def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
     servers: list[FakeWeightServer],
 ) -> None:
-    async def use(setting: Setting) -> None:
+    async with sync_on(servers, weight_sync={"verify": "first"}) as setting:
+
         async def scored(version: int) -> list[int]:
             """What each server had to score up to this weight sync."""
             await setting.compare(version=version)
@@ -113,24 +104,20 @@ def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
         assert await scored(5) == [2, 6]
         assert setting.states == ["usable", "lost"]
 
-    run_sync(servers, use, weight_sync={"verify": "first"})
 
-
-def test_a_number_compares_every_so_many_weight_syncs(servers: list[FakeWeightServer]) -> None:
-    async def use(setting: Setting) -> None:
+async def test_a_number_compares_every_so_many_weight_syncs(
+    servers: list[FakeWeightServer],
+) -> None:
+    async with sync_on(servers, weight_sync={"verify": 2}) as setting:
         compared = []
         for version in range(1, 6):
             await setting.compare(version=version)
             compared.append([server.paths.count("/generate") for server in servers])
         assert compared == [[2, 2], [2, 2], [4, 4], [4, 4], [6, 6]]
 
-    run_sync(servers, use, weight_sync={"verify": 2})
 
-
-def test_nothing_is_compared_if_that_is_not_wanted(servers: list[FakeWeightServer]) -> None:
-    async def use(setting: Setting) -> None:
+async def test_nothing_is_compared_if_that_is_not_wanted(servers: list[FakeWeightServer]) -> None:
+    async with sync_on(servers, weight_sync={"verify": "none"}) as setting:
         assert (await setting.compare()).difference is None
         assert setting.states == ["usable", "usable"]
-
-    run_sync(servers, use, weight_sync={"verify": "none"})
     assert [server.paths.count("/generate") for server in servers] == [0, 0]
