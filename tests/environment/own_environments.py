@@ -5,9 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import os
-import sys
 import time
-from pathlib import Path
 
 from bapo_megatron.environment.base import Step
 
@@ -94,25 +92,6 @@ class Bad:
 
     def eat_memory(self):
         return Step(len(bytearray(2 << 30)), is_done=True)
-
-    def print_and_read(self):
-        print("printed by an environment", flush=True)  # noqa: T201
-        return Step(sys.stdin.read(), is_done=True)
-
-
-class EndsOnce:
-    """Ends its first process, as something from outside may."""
-
-    def start(self, task):
-        return task.row["path"]
-
-    def step(self, state, turn):
-        is_first = not Path(state).exists()
-        with Path(state).open("a") as stream:
-            stream.write(f"{os.getpid()}\n")
-        if is_first:
-            os._exit(1)
-        return Step(state, is_done=True)
 
 
 class WithoutStep:

@@ -13,10 +13,6 @@ from bapo_megatron.environment.load import SingleTurn, WorkerEnvironment, load_e
 from bapo_megatron.errors import RolloutError
 
 OWN = "tests.environment.own_environments"
-RETURNED = {
-    "a_dictionary": "ValueError: step must return a Step",
-    "raises": "RuntimeError: cannot step",
-}
 
 
 def task_of(answer="", **row):
@@ -65,100 +61,34 @@ def test_episodes_run_side_by_side_and_their_states_travel_between_processes(nam
         assert step == Step({"left": 0, "seed": 11, "heard": heard}, [], (), is_done=True)
 
 
-@pytest.fixture(scope="module")
-def returned():
-    """What becomes of each return value, from one process."""
+@pytest.mark.slow
+def test_a_step_that_fails_is_one_line_with_place_and_remedy_and_later_ones_go_on():
+    failures = {
+        "a_dictionary": ("error", "failed: ValueError: step must return a Step.*"),
+        "raises": ("error", "failed: RuntimeError: cannot step.*"),
+        "leave": ("error", "failed: it ended two processes.*"),
+        "eat_memory": ("error", r"exceeded rollout\.episodes\.memory_limit_mb = 512"),
+        "hang": ("timeout", r"exceeded rollout\.episodes\.step_timeout_s = 8 s"),
+    }
 
     async def use(environment):
         outcomes = {}
-        for text in (*RETURNED, "deepest_state", "fine"):
+        for text in (*failures, "deepest_state", "fine"):
             try:
                 outcomes[text] = await environment.step(None, turn_of(text, number=2))
             except EnvironmentFailedError as error:
                 outcomes[text] = error
         return outcomes
 
-    return run("Bad", use)
-
-
-@pytest.mark.parametrize(("text", "reason"), RETURNED.items())
-def test_an_error_and_a_wrong_value_are_one_line_with_place_and_remedy(returned, text, reason):
-    error = returned[text]
-    assert (type(error), error.kind) == (EnvironmentFailedError, "error")
-    place = r"\(prompt 'set:7', turn 2\); correct it, or set rollout\.episodes\.on_error=zero"
-    assert re.fullmatch(
-        rf"rollout\.environment: {OWN}:Bad\.step failed: {reason}.* {place}", str(error)
-    )
-
-
-def test_a_process_goes_on_after_wrong_values(returned):
-    assert returned["fine"] == Step(1, [], (), is_done=True)
-    assert returned["deepest_state"].is_done
-
-
-def fail(name="Bad", *, call, then=None, **limits):
-    """The error of a call, and a fine step after it."""
-
-    async def use(environment):
-        with pytest.raises(EnvironmentFailedError) as raised:
-            await call(environment)
-        return raised.value, await environment.step(None, turn_of("fine"))
-
-    return run(name, use, **limits)
-
-
-@pytest.mark.slow
-def test_a_step_that_hangs_is_ended_at_the_limit_while_others_go_on():
-    async def use(environment):
-        both = [environment.step(None, turn_of("fine")) for _ in range(2)]
-        await asyncio.gather(*both)  # both processes are up now
-        hanging = asyncio.create_task(environment.step(None, turn_of("hang")))
-        others = [await environment.step(None, turn_of("fine")) for _ in range(3)]
-        assert not hanging.done()
-        with pytest.raises(EnvironmentFailedError) as raised:
-            await hanging
-        return raised.value, others, await environment.step(None, turn_of("fine"))
-
-    error, others, after = run("Bad", use, workers=2, step_timeout_s=8)
-
-    assert error.kind == "timeout"
-    assert f"{OWN}:Bad.step exceeded rollout.episodes.step_timeout_s = 8 s (" in str(error)
-    assert [step.is_done for step in (*others, after)] == [True] * 4
-
-
-def test_a_step_that_needs_too_much_memory_names_the_limit():
-    error, after = fail(call=lambda environment: environment.step(None, turn_of("eat_memory")))
-
-    assert error.kind == "error"
-    assert "Bad.step exceeded rollout.episodes.memory_limit_mb = 512 (" in str(error)
-    assert after.is_done
-
-
-def test_a_step_that_ends_its_process_is_tried_twice_and_is_an_error():
-    error, after = fail(call=lambda environment: environment.step(None, turn_of("leave")))
-
-    assert error.kind == "error"
-    assert "Bad.step failed: it ended two processes" in str(error)
-    assert after.is_done
-
-
-def test_a_step_whose_process_is_ended_from_outside_is_taken_by_another(tmp_path):
-    path = tmp_path / "steps"
-
-    async def use(environment):
-        state = await environment.start(task_of(path=str(path)))
-        return await environment.step(state, turn_of())
-
-    assert run("EndsOnce", use).is_done
-    assert len(set(path.read_text().split())) == 2
-
-
-def test_what_an_environment_prints_or_reads_does_not_disturb_the_messages(capfd):
-    async def use(environment):
-        return [await environment.step(None, turn_of("print_and_read")) for _ in range(2)]
-
-    assert [step.state for step in run("Bad", use)] == ["", ""]
-    assert "printed by an environment" in capfd.readouterr().err
+    outcomes = run("Bad", use, step_timeout_s=8)
+    assert outcomes.pop("fine") == Step(1, [], (), is_done=True)
+    assert outcomes.pop("deepest_state").is_done
+    for text, (kind, reason) in failures.items():
+        assert outcomes[text].kind == kind
+        place = r"\(prompt 'set:7', turn 2\); correct it, .*rollout\.episodes\.on_error=zero"
+        assert re.fullmatch(
+            rf"rollout\.environment: {OWN}:Bad\.step {reason} {place}", str(outcomes[text])
+        )
 
 
 @pytest.mark.parametrize(
