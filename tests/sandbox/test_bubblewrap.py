@@ -50,13 +50,27 @@ def children(pid: int | str = "self") -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
-def test_a_program_has_its_input_and_its_two_outputs(sandbox: BubblewrapSandbox) -> None:
-    program = "import sys\nprint(input()[::-1])\nsys.stderr.write(sys.stdin.read())"
-    assert sandbox.run(program, "abc\nrest é") == Outcome("ok", "cba\n", "rest é")
+IS_MAIN = (
+    "import pickle\nclass A: pass\n"
+    "if __name__ == '__main__': print(type(pickle.loads(pickle.dumps(A()))))"
+)
+ECHOES = "import sys\nprint(input()[::-1])\nsys.stderr.write(sys.stdin.read())"
+OUTCOMES = {
+    "input and two outputs": (ECHOES, "abc\nrest é", Outcome("ok", "cba\n", "rest é")),
+    "input left unread": ("print(input())", "1\n" + "x" * 3_000_000, Outcome("ok", "1\n")),
+    "main module": (IS_MAIN, "", Outcome("ok", "<class '__main__.A'>\n")),
+    "too much": (
+        "while True: print('x' * 99)",
+        "",
+        Outcome("output", ("x" * 99 + "\n") * 1000),
+    ),
+}
 
 
-def test_it_may_leave_a_large_input_unread(sandbox: BubblewrapSandbox) -> None:
-    assert sandbox.run("print(input())", "first\n" + "x" * 3_000_000) == Outcome("ok", "first\n")
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_program_has_its_input_and_its_output(sandbox: BubblewrapSandbox, name: str) -> None:
+    program, stdin, outcome = OUTCOMES[name]
+    assert sandbox.run(program, stdin) == outcome
 
 
 def test_an_error_is_shown_as_by_the_interpreter(sandbox: BubblewrapSandbox) -> None:
@@ -80,22 +94,10 @@ def test_other_ends_than_the_last_line_are_errors(sandbox: BubblewrapSandbox, pr
     assert sandbox.run(program).ending == "error"
 
 
-def test_the_part_of_an_output_up_to_the_limit_is_kept(sandbox: BubblewrapSandbox) -> None:
-    assert sandbox.run("while True: print('x' * 99)") == Outcome("output", ("x" * 99 + "\n") * 1000)
-
-
 def test_a_program_may_be_any_text(sandbox: BubblewrapSandbox) -> None:
     outcome = sandbox.run("print(ascii('\ud800 é'))" + " " * 300_000)
     assert outcome.ending in ("ok", "error")  # SyntaxError for the surrogate
     assert "surrogates not allowed" in outcome.stderr
-
-
-def test_a_program_is_the_main_module(sandbox: BubblewrapSandbox) -> None:
-    program = (
-        "import pickle\nclass A: pass\n"
-        "if __name__ == '__main__': print(type(pickle.loads(pickle.dumps(A()))))"
-    )
-    assert sandbox.run(program).stdout == "<class '__main__.A'>\n"
 
 
 def test_a_program_has_what_the_interpreter_adds_at_its_start(sandbox: BubblewrapSandbox) -> None:
