@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from bapo_megatron.types import FinishReason
 from tests.agent.episodes import TOOL, Policy, make_renderer, open_session, sequences_of
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from bapo_megatron.agent.proxy import Session
     from bapo_megatron.data.chat import ChatRenderer
     from bapo_megatron.data.record import Call
 
@@ -37,6 +40,23 @@ def client(base_url: str, key: str, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=base_url, api_key=key, **options)
 
 
+@contextlib.asynccontextmanager
+async def served(
+    renderer: ChatRenderer,
+    sample: Any,
+    *,
+    timeout: float = 600,
+    max_retries: int = 2,
+    **session: Any,
+) -> AsyncIterator[tuple[Session, openai.AsyncOpenAI]]:
+    """A session, and the SDK with its key."""
+    async with (
+        open_session(renderer, sample, **session) as (opened, url, key),
+        client(url, key, timeout=timeout, max_retries=max_retries) as sdk,
+    ):
+        yield opened, sdk
+
+
 def says(*texts: str) -> Any:
     """The turns in order, the last one again and again."""
     turns = iter(texts)
@@ -48,10 +68,7 @@ async def test_a_conversation_of_the_sdk_with_a_tool_is_one_sequence(
     renderer: ChatRenderer, streamed: bool
 ) -> None:
     policy = Policy(renderer, says(f"I add.{CALL}", "It is 2."))
-    async with (
-        open_session(renderer, policy.sample) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample) as (session, sdk):
         messages: list[Any] = list(ASK)
         if streamed:
             async with sdk.chat.completions.stream(
@@ -103,10 +120,7 @@ async def test_the_responses_api_continues_its_own_items(
 ) -> None:
     policy = Policy(renderer, says(CALL, "It is 2."))
     tool: Any = {"type": "function", **TOOL["function"], "strict": False}  # type: ignore[dict-item]
-    async with (
-        open_session(renderer, policy.sample) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample) as (session, sdk):
         items: list[Any] = [{"role": "user", "content": "1+1?"}]
 
         async def ask() -> Any:
@@ -130,25 +144,6 @@ async def test_the_responses_api_continues_its_own_items(
     assert len(session.record.sequences()) == 1
 
 
-def test_the_sync_client_works_as_well(renderer: ChatRenderer) -> None:
-    policy = Policy(renderer, says("Two."))
-
-    async def run() -> None:
-        async with open_session(renderer, policy.sample) as (_, url, key):
-
-            def agent() -> str:
-                sdk = openai.OpenAI(base_url=url, api_key=key)
-                asked: Any = {"model": "m", "messages": ASK}
-                parts = sdk.chat.completions.create(**asked, stream=True)
-                return "".join(
-                    part.choices[0].delta.content or "" for part in parts if part.choices
-                )
-
-            assert await asyncio.to_thread(agent) == "Two."
-
-    asyncio.run(run())
-
-
 async def test_a_client_that_times_out_and_tries_again_makes_one_call(
     renderer: ChatRenderer,
 ) -> None:
@@ -158,10 +153,7 @@ async def test_a_client_that_times_out_and_tries_again_makes_one_call(
         await may_go.wait()
         await policy.sample(call)
 
-    async with (
-        open_session(renderer, sample) as (session, url, key),
-        client(url, key, timeout=1, max_retries=8) as sdk,
-    ):
+    async with served(renderer, sample, timeout=1, max_retries=8) as (session, sdk):
         asking = asyncio.create_task(sdk.chat.completions.create(model="m", messages=ASK))  # type: ignore[arg-type]
         await asyncio.sleep(2)
         may_go.set()
@@ -179,10 +171,7 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
         await asyncio.sleep(3)
         await policy.sample(call)
 
-    async with (
-        open_session(renderer, sample) as (_, url, key),
-        client(url, key, timeout=2, max_retries=0) as sdk,
-    ):
+    async with served(renderer, sample, timeout=2, max_retries=0) as (_, sdk):
         stream = await sdk.chat.completions.create(model="m", messages=ASK, stream=True)  # type: ignore[call-overload]
         parts = [part.choices[0].delta.content or "" async for part in stream]
         assert "".join(parts) == "Two."
@@ -210,10 +199,7 @@ async def test_what_would_change_the_distribution_is_refused_in_one_line(
     renderer: ChatRenderer, fields: dict[str, Any], message: str
 ) -> None:
     policy = Policy(renderer, says("Two."))
-    async with (
-        open_session(renderer, policy.sample) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample) as (session, sdk):
         with pytest.raises(openai.BadRequestError) as caught:
             await sdk.chat.completions.create(**{"model": "m", "messages": ASK, **fields})
         text = caught.value.body["message"]  # type: ignore[index,call-overload]
@@ -227,10 +213,7 @@ async def test_sampling_parameters_are_overridden_where_the_run_says_so(
 ) -> None:
     policy = Policy(renderer, says("Two."))
     rules = SamplingRules(temperature=0.8, overrides=True)
-    async with (
-        open_session(renderer, policy.sample, rules=rules) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample, rules=rules) as (session, sdk):
         asked: Any = {"model": "m", "messages": ASK}
         await sdk.chat.completions.create(**asked, temperature=0, stop=["x"], top_p=0.1, seed=3)
         with pytest.raises(openai.BadRequestError, match="n: must be 1"):
@@ -269,10 +252,7 @@ async def test_an_unknown_key_a_huge_body_and_a_wrong_path_get_one_answer_each(
 async def test_a_body_beyond_the_limits_of_tokens_is_not_tokenised(renderer: ChatRenderer) -> None:
     limits = SessionLimits(max_calls=9, max_tokens=100, max_prompt_tokens=100)
     policy = Policy(renderer, says("Two."))
-    async with (
-        open_session(renderer, policy.sample, limits=limits) as (_, url, key),
-        client(url, key, max_retries=0) as sdk,
-    ):
+    async with served(renderer, policy.sample, limits=limits, max_retries=0) as (_, sdk):
         huge: Any = [{"role": "user", "content": "x" * 2_000_000}]
         with pytest.raises(openai.APIStatusError, match="at most 1061376 bytes") as caught:
             await sdk.chat.completions.create(model="m", messages=huge)
@@ -290,10 +270,7 @@ async def test_equal_calls_in_flight_end_with_the_episode(renderer: ChatRenderer
         finally:
             num_running -= 1
 
-    async with (
-        open_session(renderer, sample) as (session, url, key),
-        client(url, key, max_retries=0) as sdk,
-    ):
+    async with served(renderer, sample, max_retries=0) as (session, sdk):
         asked: Any = {"model": "m", "messages": ASK, "max_tokens": 9}
         calls = [asyncio.create_task(sdk.chat.completions.create(**asked)) for _ in range(3)]
         while num_running < 3:
@@ -308,10 +285,7 @@ async def test_equal_calls_in_flight_end_with_the_episode(renderer: ChatRenderer
 
 async def test_after_a_restart_the_record_answers_what_was_asked(renderer: ChatRenderer) -> None:
     policy = Policy(renderer, says("One.", "Two."))
-    async with (
-        open_session(renderer, policy.sample) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample) as (session, sdk):
         asked: Any = {"model": "m", "messages": ASK}
         await sdk.chat.completions.create(**asked)
         await session.restart()
@@ -324,10 +298,7 @@ async def test_after_a_restart_the_record_answers_what_was_asked(renderer: ChatR
 
 async def test_a_developer_s_message_is_the_system_s(renderer: ChatRenderer) -> None:
     policy = Policy(renderer, says("Two."))
-    async with (
-        open_session(renderer, policy.sample) as (_, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample) as (_, sdk):
         told: Any = [{"role": "developer", "content": "Be brief."}, *ASK]
         await sdk.chat.completions.create(model="m", messages=told)
     assert "<|im_start|>system\nBe brief.<|im_end|>" in renderer.decode(policy.prompts[0])
@@ -355,10 +326,7 @@ async def test_a_client_that_never_reads_loses_nothing(renderer: ChatRenderer) -
 async def test_limits_of_calls_and_tokens_hold_over_all_branches(renderer: ChatRenderer) -> None:
     policy = Policy(renderer, says("0123456789"))
     limits = SessionLimits(max_calls=3, max_tokens=25, max_prompt_tokens=100)
-    async with (
-        open_session(renderer, policy.sample, limits=limits) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, policy.sample, limits=limits) as (session, sdk):
         asked: Any = {"model": "m", "messages": ASK}
         cut = await sdk.chat.completions.create(**asked, max_tokens=4)
         assert cut.choices[0].finish_reason == "length"
@@ -387,10 +355,7 @@ async def test_calls_at_the_same_time_share_what_is_left(renderer: ChatRenderer)
             await together.wait()
         await policy.sample(call)
 
-    async with (
-        open_session(renderer, sample, limits=limits) as (session, url, key),
-        client(url, key) as sdk,
-    ):
+    async with served(renderer, sample, limits=limits) as (session, sdk):
         asked: Any = {"model": "m", "messages": ASK}
         await asyncio.gather(
             *(sdk.chat.completions.create(**asked, max_tokens=8) for _ in range(3))

@@ -99,30 +99,26 @@ async def play(
         await session.close()
 
 
-async def test_a_coroutine_and_a_function_run_in_a_worker(renderer: ChatRenderer) -> None:
+async def test_coroutines_run_in_a_worker(renderer: ChatRenderer) -> None:
     async with opened(agent=f"{AGENTS}:asks") as (runner, proxy):
         results = await asyncio.gather(*(play(runner, proxy, renderer) for _ in range(5)))
         assert [result for result, _ in results] == [{"last": "Yes.", "answer": "2"}] * 5
         assert [len(record.sequences()) for _, record in results] == [1] * 5
-    async with opened(agent=f"{AGENTS}:asks_in_a_thread") as (runner, proxy):
-        assert (await play(runner, proxy, renderer))[0] == "Two."
 
 
-async def test_a_command_gets_its_task_and_returns_its_last_line(renderer: ChatRenderer) -> None:
-    async with opened(agent=COMMAND) as (runner, proxy):
-        result, record = await play(runner, proxy, renderer)
-    assert result["text"] == "Two."
-    assert len(record.calls) == 1
-
-
-@pytest.mark.parametrize("agent", [COMMAND, f"{AGENTS}:asks_in_a_thread"], ids=["command", "SDK"])
-async def test_agents_reach_the_loopback_past_a_proxy_of_the_environment(
-    renderer: ChatRenderer, agent: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("agent", "returned"),
+    [(COMMAND, {"text": "Two."}), (f"{AGENTS}:asks_in_a_thread", "Two.")],
+    ids=["command", "function"],
+)
+async def test_commands_and_functions_reach_the_loopback_past_a_proxy_of_the_environment(
+    renderer: ChatRenderer, agent: Any, returned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     async with opened(agent=agent) as (runner, proxy):
-        _, record = await play(runner, proxy, renderer)
+        result, record = await play(runner, proxy, renderer)
+    assert result == returned
     assert len(record.calls) == 1
 
 
