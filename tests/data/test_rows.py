@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import reduce
 from typing import Any
 
 import pyarrow as pa
@@ -39,6 +40,12 @@ from tests.data.rows import (
 from tests.fakes.fake_hub import FakeHub, as_jsonl
 
 USER = {"role": "user", "content": "1+1?"}
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}],
+}
+IMAGE = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
+PLAIN = {"prompt": "1+1?", "answer": "2"}
 
 
 def read(fields: dict[str, Any], **settings: Any):
@@ -53,95 +60,73 @@ def read(fields: dict[str, Any], **settings: Any):
     )
 
 
+def beside(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 @pytest.mark.parametrize(
     ("fields", "name", "question", "rest"),
     [
-        (
+        pytest.param(
             SKYWORK,
             "verl",
             SKYWORK["prompt"],
-            {
-                "data_source": "train-math-numinamath1.5_olympiads",
-                "ability": "math",
-                "reward_model": {"style": "rule"},
-                "extra_info": SKYWORK["extra_info"],
-            },
+            beside(SKYWORK, "prompt") | {"reward_model": {"style": "rule"}},
+            id="skywork",
         ),
         (GSM8K, "gsm8k", "What is 1+1?", {}),
         (MATH, "math", "What is $1+1$?", {"level": "Level 1", "type": "Prealgebra"}),
-        (
-            MATH_500,
+        (MATH_500, "math", "What is $1+1$?", beside(MATH_500, "problem", "answer")),
+        pytest.param(
+            {"ID": 7, "Problem": "1+1?", "Solution": "s", "Answer": 2},
             "math",
-            "What is $1+1$?",
-            {
-                "solution": MATH_500["solution"],
-                "subject": "Prealgebra",
-                "level": 1,
-                "unique_id": "test/prealgebra/1.json",
-            },
+            "1+1?",
+            {"ID": 7, "Solution": "s"},
+            id="aime",
         ),
+        ({"Problem": "1+1?", "Solution": "$\\boxed{2}$"}, "math", "1+1?", {}),
         ({"prompt": "1+1?", "answer": 2, "id": 5}, "columns", "1+1?", {"id": 5}),
         ({"question": "1+1?", "answer": "2"}, "columns", "1+1?", {}),
+        ({"Question": "1+1?", "Answer": "2"}, "columns", "1+1?", {}),
+        pytest.param(
+            {"prompt": [USER], "label": "2", "metadata": {}},
+            "columns",
+            [USER],
+            {"metadata": {}},
+            id="slime",
+        ),
+        pytest.param(
+            {"prompt": "1+1?", "solutions": ["2"], "task": "math"},
+            "columns",
+            "1+1?",
+            {"task": "math"},
+            id="areal",
+        ),
+        # Messages in parts, and structs as JSON text.
+        ({"prompt": [PARTS], "answer": "2"}, "columns", [USER], {}),
+        ({"prompt": json.dumps([USER]), "answer": "2"}, "columns", [USER], {}),
+        (
+            {"prompt": json.dumps([PARTS]), "reward_model": {"ground_truth": "2"}},
+            "verl",
+            [USER],
+            {"reward_model": {}},
+        ),
+        (
+            {"prompt": [USER], "reward_model": json.dumps({"ground_truth": "2"})},
+            "verl",
+            [USER],
+            {"reward_model": {}},
+        ),
+        *(  # they only look like JSON
+            ({"prompt": text, "answer": "2"}, "columns", text, {})
+            for text in ('[{"role": "user"', "[1, 2] is a list?", '{"a": 1}')
+        ),
     ],
-    ids=["skywork", "gsm8k", "math", "math-500", "columns", "plain"],
 )
 def test_a_known_schema_is_recognised_from_its_columns(fields, name, question, rest):
     assert read(fields) == (name, question, "2", rest)
-
-
-@pytest.mark.parametrize(
-    ("fields", "columns", "rest"),
-    [
-        ({"prompt": [USER], "label": "2", "metadata": {}}, ([USER], "2"), {"metadata": {}}),
-        ({"prompt": "1+1?", "solutions": ["2"], "task": "math"}, ("1+1?", "2"), {"task": "math"}),
-        ({"prompt": "1+1?", "solutions": ["1", "2"]}, ("1+1?", '["1", "2"]'), {}),
-        (
-            {"ID": 7, "Problem": "1+1?", "Solution": "s", "Answer": 2},
-            ("1+1?", "2"),
-            {"ID": 7, "Solution": "s"},
-        ),
-        ({"Problem": "1+1?", "Solution": "$\\boxed{2}$"}, ("1+1?", "2"), {}),
-        ({"Question": "1+1?", "Answer": "2"}, ("1+1?", "2"), {}),
-    ],
-    ids=["slime", "areal", "several", "aime", "boxed", "capitals"],
-)
-def test_columns_of_slime_areal_and_aime_files_are_recognised(fields, columns, rest):
-    assert read(fields)[1:] == (*columns, rest)
-
-
-PARTS = {
-    "role": "user",
-    "content": [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?"}],
-}
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": [PARTS], "answer": "2"},
-        {"prompt": json.dumps([USER]), "answer": "2"},
-        {"prompt": json.dumps([PARTS]), "reward_model": {"ground_truth": "2"}},
-        {"prompt": [USER], "reward_model": json.dumps({"ground_truth": "2"})},
-    ],
-    ids=["parts", "prompt as text", "both", "reward_model as text"],
-)
-def test_messages_in_parts_and_structs_as_json_text_are_read_as_plain_ones(fields):
-    assert read(fields)[1:3] == ([USER], "2")
-
-
-def test_what_only_looks_like_json_or_has_an_image_is_as_it_was():
-    for text in ('[{"role": "user"', "[1, 2] is a list?", '{"a": 1}'):
-        assert read({"prompt": text, "answer": "2"})[1] == text
-    image = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
-    with pytest.raises(DataError, match="column 'prompt' must hold messages with role and content"):
-        read({"prompt": [image], "answer": "2"})
-
-
-@pytest.mark.parametrize(
-    ("fields", "row_format"), [(SKYWORK, "verl"), (GSM8K, "gsm8k"), (MATH, "math")]
-)
-def test_a_format_that_is_named_reads_as_the_recognised_one(fields, row_format):
-    assert read(fields, row_format=row_format) == read(fields)
+    if name != "columns":
+        assert read(fields, row_format=name) == (name, question, "2", rest)
 
 
 def test_columns_are_mapped_for_anything_else():
@@ -160,78 +145,91 @@ def test_columns_of_no_known_format_are_not_guessed():
 @pytest.mark.parametrize(
     ("fields", "settings", "message"),
     [
+        (PLAIN, {"row_format": "gsm8k"}, "no column 'question', only prompt"),
+        ({"question": "x", "answer": "2"}, {"row_format": "gsm8k"}, "'answer' .* got '2'"),
+        ({"problem": "x", "solution": "2."}, {"row_format": "math"}, "'solution' .* got '2.'"),
+        ({"problem": "x", "level": 1}, {"row_format": "math"}, "'solution', only problem, level"),
+        (PLAIN, {"row_format": "verl"}, "no column 'reward_model.ground_truth', only prompt, ans"),
+        ({**PLAIN, "a": 1}, {"row_columns": ("a", "b")}, "no column 'b', only a"),
+        ({**PLAIN, "prompt": "\ud800"}, {}, "column 'prompt' .*surrogate"),
+        ({**PLAIN, "prompt": 5}, {}, "column 'prompt' .* got 5"),
+        ({**PLAIN, "prompt": []}, {}, r"column 'prompt' .* got \[\]"),
+        ({**PLAIN, "prompt": [{"role": "user"}]}, {}, "column 'prompt' .* role and content"),
+        ({**PLAIN, "prompt": [IMAGE]}, {}, "column 'prompt' must hold messages with role and cont"),
         (
-            {"question": "1+1?", "answer": "2"},
-            {"row_format": "gsm8k"},
-            r"x\.jsonl:1: column 'answer' .* got '2'",
-        ),
-        (
-            {"problem": "1+1?", "solution": "It is 2."},
-            {"row_format": "math"},
-            "column 'solution' .* got 'It is 2.'",
-        ),
-        (
-            {"problem": "1+1?", "level": 1},
-            {"row_format": "math"},
-            "no column 'solution', only problem, level",
-        ),
-        (
-            {"prompt": "1+1?", "answer": "2"},
-            {"row_format": "verl"},
-            r"no column 'reward_model.ground_truth', only prompt, answer",
-        ),
-        (
-            {"prompt": "1+1?", "answer": "2", "a": 1},
-            {"row_columns": ("a", "b")},
-            "no column 'b', only a",
-        ),
-        (
-            {"prompt": "\ud800", "answer": "2"},
-            {},
-            "column 'prompt' .*surrogate",
-        ),
-        ({"prompt": "x", "answer": float("nan")}, {}, r"column 'answer' must be .* got NaN"),
-        (
-            {"prompt": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
-            | {"answer": "2"},
+            {**PLAIN, "prompt": [USER, {"role": "assistant", "content": "2"}]},
             {},
             "column 'prompt' .* assistant: '2'",
         ),
+        ({**PLAIN, "answer": float("nan")}, {}, "column 'answer' must be .* got NaN"),
+        ({**PLAIN, "answer": " "}, {}, "column 'answer' must be an answer"),
+        ({**PLAIN, "answer": True}, {}, "column 'answer' .* got true"),
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(fields, settings, message):
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=rf"^x\.jsonl:1: .*{message}") as caught:
         read(fields, **settings)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("value", "answer"),
+    ("parse", "value", "answer"),
     [
-        (" 42 ", "42"),
-        (42, "42"),
-        pytest.param(10**400, "1" + "0" * 400, id="beyond a float"),
-        (2.5, "2.5"),
-        (decimal.Decimal("2.50"), "2.50"),
-        ("3 + 4 = <<3+4=7>>7\n#### 7", "7"),
-        ("…\n#### 1,234\n", "1,234"),
-        ("#### 5\nis not at the end", "#### 5\nis not at the end"),
-        (["7"], "7"),
-        ('["7"]', "7"),
-        ('["1/2", "0.5"]', '["1/2", "0.5"]'),
-        (["1/2", 0.5], '["1/2", "0.5"]'),
-        ("[1, 2]", "[1, 2]"),
-        ("['3']", "3"),
-        (" ['1/2', '0.5'] ", '["1/2", "0.5"]'),
-        (r"['\\frac{1}{2}']", r"\frac{1}{2}"),
-        (r"['it\'s']", "it's"),
-        (r"['\frac{1}{2}']", r"['\frac{1}{2}']"),
-        ("['3' '4']", "['3' '4']"),
-        ("['a'] or ['b']", "['a'] or ['b']"),
+        (parse_answer, " 42 ", "42"),
+        (parse_answer, 42, "42"),
+        pytest.param(parse_answer, 10**400, "1" + "0" * 400, id="beyond a float"),
+        (parse_answer, 2.5, "2.5"),
+        (parse_answer, decimal.Decimal("2.50"), "2.50"),
+        (parse_answer, "3 + 4 = <<3+4=7>>7\n#### 7", "7"),
+        (parse_answer, "…\n#### 1,234\n", "1,234"),
+        (parse_answer, "#### 5\nis not at the end", "#### 5\nis not at the end"),
+        (parse_answer, ["7"], "7"),
+        (parse_answer, '["7"]', "7"),
+        (parse_answer, '["1/2", "0.5"]', '["1/2", "0.5"]'),
+        (parse_answer, ["1/2", 0.5], '["1/2", "0.5"]'),
+        (parse_answer, "[1, 2]", "[1, 2]"),
+        (parse_answer, "['3']", "3"),
+        (parse_answer, " ['1/2', '0.5'] ", '["1/2", "0.5"]'),
+        (parse_answer, r"['\\frac{1}{2}']", r"\frac{1}{2}"),
+        (parse_answer, r"['it\'s']", "it's"),
+        (parse_answer, r"['\frac{1}{2}']", r"['\frac{1}{2}']"),
+        (parse_answer, "['3' '4']", "['3' '4']"),
+        (parse_answer, "['a'] or ['b']", "['a'] or ['b']"),
+        # Tests of code stay whole.
+        (parse_answer, '{"outputs": ["a\\n#### 5"]}', '{"outputs": ["a\\n#### 5"]}'),
+        # The first marks of the last line.
+        (worked_answer, "#### 1\n#### 2 #### 3", "2 #### 3"),
+        (worked_answer, "5+5=10\n#### -1,000.50\n", "-1,000.50"),
+        (boxed_answer, r"\boxed{1} and \boxed{2}", "2"),
+        (boxed_answer, r"\[\boxed{\frac{\sqrt{3}}{2}}.\]", r"\frac{\sqrt{3}}{2}"),
+        (boxed_answer, r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (boxed_answer, r"\boxed{\left\{ x \right.} }", r"\left\{ x \right."),
+        (boxed_answer, r"$\fbox{7}$", "7"),
+        (boxed_answer, r"so $x = \boxed 5$.", "5"),
+        (boxed_answer, r"\boxed {\text{(A)}}", r"\text{(A)}"),
+        (boxed_answer, "\\boxed{\n 12 }", "12"),
     ],
 )
-def test_answers_are_taken_from_their_usual_forms(value, answer):
-    assert parse_answer(value) == answer
+def test_answers_are_taken_from_their_usual_forms(parse, value, answer):
+    assert parse(value) == answer
+
+
+@pytest.mark.parametrize(
+    ("parse", "value", "message"),
+    [
+        (parse_answer, "5\n####  ", "'5 ####'"),
+        (worked_answer, "5\n####  ", "'5 ####'"),
+        (parse_answer, [["1"]], "got a list of lists"),
+        (parse_answer, reduce(lambda value, _: [value], range(900), "1"), "got a list of lists"),
+        (boxed_answer, r"\boxed{1} \boxed{2", "empty or never closed"),
+        (boxed_answer, r"\boxed{}", "empty or never closed"),
+        (boxed_answer, None, "got null"),
+        (boxed_answer, "2", r"with a \\boxed answer"),
+    ],
+)
+def test_what_holds_no_answer_is_refused(parse, value, message):
+    with pytest.raises(ValueError, match=message):
+        parse(value)
 
 
 @pytest.mark.parametrize(
@@ -248,70 +246,6 @@ def test_long_solutions_are_read_in_linear_time(bait):
 
     assert parse_answer(bait) == bait
     assert time.process_time() - start_s < 1
-
-
-def test_tests_of_code_stay_whole() -> None:
-    tests = '{"inputs": ["#### 4"], "outputs": ["a\\n#### 5"]}'
-    assert parse_answer(tests) == tests
-
-
-def test_marks_without_an_answer_are_refused():
-    for parse in (parse_answer, worked_answer):
-        with pytest.raises(ValueError, match="'5 ####'"):
-            parse("5\n####  ")
-
-
-@pytest.mark.parametrize("depth", [2, 900])
-def test_a_list_of_lists_is_no_answer(depth):
-    value = "1"
-    for _ in range(depth):
-        value = [value]
-    with pytest.raises(ValueError, match="got a list of lists"):
-        parse_answer(value)
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        ("#### 1\n#### 2 #### 3", "2 #### 3"),
-        ("5+5=10\n#### -1,000.50\n", "-1,000.50"),
-    ],
-)
-def test_the_answer_of_a_worked_solution_stands_behind_the_first_marks_of_its_last_line(
-    solution, answer
-):
-    assert worked_answer(solution) == answer
-
-
-@pytest.mark.parametrize(
-    ("solution", "answer"),
-    [
-        (r"\boxed{1} and \boxed{2}", "2"),
-        (r"\[\boxed{\frac{\sqrt{3}}{2}}.\]", r"\frac{\sqrt{3}}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ x \right.} }", r"\left\{ x \right."),
-        (r"$\fbox{7}$", "7"),
-        (r"so $x = \boxed 5$.", "5"),
-        (r"\boxed {\text{(A)}}", r"\text{(A)}"),
-        ("\\boxed{\n 12 }", "12"),
-    ],
-)
-def test_the_last_box_of_a_solution_holds_its_answer(solution, answer):
-    assert boxed_answer(solution) == answer
-
-
-@pytest.mark.parametrize(
-    ("solution", "message"),
-    [
-        (r"\boxed{1} \boxed{2", "empty or never closed"),
-        (r"\boxed{}", "empty or never closed"),
-        (None, "got null"),
-        ("2", r"with a \\boxed answer"),
-    ],
-)
-def test_a_solution_without_a_closed_box_is_refused(solution, message):
-    with pytest.raises(ValueError, match=message):
-        boxed_answer(solution)
 
 
 def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load, caplog):
@@ -339,7 +273,6 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         "tags": ["a", None],
         "plots": [{"path": "a.png"}],
     }
-    json.dumps(prompt.row, allow_nan=False)
     assert "plots.bytes" in caplog.text
 
 
@@ -366,29 +299,22 @@ def test_a_column_that_the_model_should_see_and_does_not_is_refused(columns, sho
         read(fields, row_columns=())
 
 
+EMPTY = {"images": [], "system": "", "history": None, "audio": {"bytes": None, "path": None}}
+SHOWN = {"choices": ["1", "3"], "options": {"A": "Yes"}, "system": "Be brief."}
+
+
 @pytest.mark.parametrize(
-    "columns",
+    ("columns", "row_columns", "kept"),
     [
-        {"images": [], "system": "", "history": None, "audio": {"bytes": None, "path": None}},
-        {"choices": ["1", "3"], "options": {"A": "Yes"}, "system": "Be brief."},
+        (EMPTY, None, EMPTY),
+        (SHOWN, None, SHOWN),
+        ({"image": "python:3.12", "n": 1}, ("image",), {"image": "python:3.12"}),
+        ({"a": 1, "b": 2}, (), {}),
     ],
 )
-def test_a_column_that_is_empty_or_in_the_prompt_is_kept(columns):
+def test_columns_that_are_empty_shown_or_named_are_kept(columns, row_columns, kept):
     fields = {"prompt": "Be brief. Yes, 1 or 3?", "answer": "2", **columns}
-    assert read(fields)[3] == columns
-
-
-def test_a_column_that_only_rewards_need_is_named_in_row_columns():
-    fields = {"prompt": "1+1?", "answer": "2", "image": "python:3.12", "n": 1}
-    assert read(fields, row_columns=("image",))[3] == {"image": "python:3.12"}
-
-
-def test_only_the_columns_that_are_named_stay_in_memory(tmp_path, load):
-    path = write_jsonl(tmp_path / "x.jsonl", {"prompt": "x", "answer": "1", "a": 1, "b": 2})
-
-    assert load(path)[0].row == {"a": 1, "b": 2}
-    assert load(path, row_columns=("b",))[0].row == {"b": 2}
-    assert load(path, row_columns=())[0].row == {}
+    assert read(fields, row_columns=row_columns)[3] == kept
 
 
 @pytest.mark.parametrize(
@@ -425,34 +351,39 @@ def rows_of(path, **settings):
     return list(read_rows(DatasetConfig(path=path, **settings)))
 
 
+def as_parquet(rows, **options) -> bytes:
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, **options)
+    return content.getvalue().to_pybytes()
+
+
 def test_every_file_format_gives_the_same_fields(tmp_path):
     records = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
     write_jsonl(tmp_path / "x.jsonl", records[0], "", records[1])
     (tmp_path / "x.json").write_text(json.dumps(records))
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet")
+    (tmp_path / "x.parquet").write_bytes(as_parquet(records))
 
-    jsonl, listed, parquet = (rows_of(tmp_path / f"x.{s}") for s in ("jsonl", "json", "parquet"))
-
-    assert [row.fields for row in jsonl] == records
-    assert [row.fields for row in listed] == records
-    assert [row.fields for row in parquet] == records
-    assert [row.prompt_id for row in jsonl] == ["x.jsonl:0", "x.jsonl:2"]
-    assert [row.place for row in jsonl] == [f"{tmp_path}/x.jsonl:1", f"{tmp_path}/x.jsonl:3"]
-    assert listed[1].place == f"{tmp_path}/x.json: entry 1"
-    assert parquet[1].place == f"{tmp_path}/x.parquet: row 1"
+    for suffix, ids, places in (
+        ("jsonl", ("x.jsonl:0", "x.jsonl:2"), ("x.jsonl:1", "x.jsonl:3")),
+        ("json", ("x.json:0", "x.json:1"), ("x.json: entry 0", "x.json: entry 1")),
+        ("parquet", ("x.parquet:0", "x.parquet:1"), ("x.parquet: row 0", "x.parquet: row 1")),
+    ):
+        rows = rows_of(tmp_path / f"x.{suffix}")
+        assert [(row.prompt_id, row.place, row.fields) for row in rows] == [
+            (prompt_id, f"{tmp_path}/{place}", record)
+            for prompt_id, place, record in zip(ids, places, records, strict=True)
+        ]
 
 
 def test_files_that_match_a_pattern_are_read_in_the_order_of_their_names(tmp_path):
-    for name in ("b", "a", "c"):
-        write_jsonl(tmp_path / f"part-{name}.jsonl", {"prompt": name})
-    write_jsonl(tmp_path / "other.jsonl", {"prompt": "no"})
+    for name in ("part-b", "part-a", "part-c", "other"):
+        write_jsonl(tmp_path / f"{name}.jsonl", {"prompt": name})
 
     rows = rows_of(tmp_path / "part-*.jsonl", name="parts")
 
-    assert [(row.prompt_id, row.fields) for row in rows] == [
-        ("part-a.jsonl:0", {"prompt": "a"}),
-        ("part-b.jsonl:0", {"prompt": "b"}),
-        ("part-c.jsonl:0", {"prompt": "c"}),
+    assert [(row.prompt_id, row.fields["prompt"]) for row in rows] == [
+        (f"part-{name}.jsonl:0", f"part-{name}") for name in "abc"
     ]
 
 
@@ -478,18 +409,9 @@ def test_a_line_that_cannot_be_read_has_a_place_and_a_reason_and_the_next_is_rea
     assert good.fields == {"prompt": "x"}
 
 
-def test_parquet_rows_that_are_no_utf8_are_refused_by_place(tmp_path):
-    binary = pa.array([b"good", b"\xff", b"too"], pa.binary())
-    texts = pa.Array.from_buffers(pa.string(), 3, binary.buffers())
-    pq.write_table(pa.table({"prompt": texts}), tmp_path / "a.parquet")
-
-    with pytest.raises(DataError, match=r"a\.parquet: rows 0 to 2 .*utf-8"):
-        rows_of(tmp_path / "a.parquet")
-
-
 def test_parquet_rows_are_counted_over_row_groups(tmp_path):
     records = [{"n": n} for n in range(2500)]
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=700)
+    (tmp_path / "a.parquet").write_bytes(as_parquet(records, row_group_size=700))
 
     rows = rows_of(tmp_path / "a.parquet")
 
@@ -497,29 +419,39 @@ def test_parquet_rows_are_counted_over_row_groups(tmp_path):
     assert [row.prompt_id for row in rows] == [f"a.parquet:{n}" for n in range(2500)]
 
 
-def test_a_file_of_another_content_is_refused(tmp_path):
-    (tmp_path / "a.parquet").write_text("no parquet")
-    (tmp_path / "a.json").write_text('{"prompt": "x"}')
-    (tmp_path / "b.json").write_text("[1,")
+def not_utf8() -> bytes:
+    binary = pa.array([b"good", b"\xff", b"too"], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 3, binary.buffers())
+    return as_parquet(pa.table({"prompt": texts}))
 
-    for name in ("a.parquet", "a.json", "b.json"):
-        with pytest.raises(DataError, match=f"{name}: "):
-            rows_of(tmp_path / name)
+
+def damaged_within() -> bytes:
+    texts = [{"prompt": f"question {n} " * 20} for n in range(500)]
+    content = bytearray(as_parquet(texts, compression="zstd"))
+    content[40:400] = bytes(360)
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.json", b'{"prompt": "x"}', "must be a JSON list"),
+        ("a.json", b"[1,", "not valid JSON"),
+        ("a.parquet", b"no parquet", "not a readable parquet file"),
+        pytest.param("a.parquet", damaged_within(), "not a readable parquet file", id="damaged"),
+        pytest.param("a.parquet", not_utf8(), "rows 0 to 2 .*utf-8", id="not UTF-8"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_on_one_line(tmp_path, name, content, problem):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{tmp_path}/{name}: {problem}") as caught:
+        rows_of(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_missing_is_an_error_of_the_system(tmp_path):
     with pytest.raises(FileNotFoundError):
         rows_of(tmp_path / "c.parquet")
-
-
-def test_a_parquet_file_that_is_damaged_within_is_refused_on_one_line(tmp_path):
-    path = tmp_path / "a.parquet"
-    texts = [{"prompt": f"question {n} " * 20} for n in range(500)]
-    pq.write_table(pa.Table.from_pylist(texts), path, compression="zstd")
-    content = bytearray(path.read_bytes())
-    content[40:400] = bytes(360)
-    path.write_bytes(content)
-
-    with pytest.raises(DataError, match=r"a\.parquet: not a readable parquet file") as caught:
-        rows_of(path)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
