@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -78,24 +77,6 @@ def assert_equal_batches(batch, reference):
                 assert type(mine_value) is type(other_value)
 
 
-def test_a_batch_comes_back_bit_for_bit(tmp_path):
-    batch = make_batch(num_groups=3, group_size=4)
-    sample = batch.samples[1]
-    odd_floats = np.array([np.nan, -np.inf, -0.0, 1e-45], dtype=np.float32)
-    sample.behaviour_logprobs = odd_floats
-    sample.response_token_ids = np.array([0, 151935, 2**31 - 1, 7], dtype=np.int32)
-    sample.versions = (VersionSpan(0, 2), VersionSpan(3, 2))
-    sample.finish_reason = FinishReason.LENGTH
-    path = tmp_path / "rollouts" / "step_5.parquet"
-
-    write_batch(path, batch)
-
-    assert_equal_batches(read_batch(path), batch)
-    assert path.read_bytes() == encode_batch(batch) == read_encoded(path).content
-    assert_equal_batches(decode(encode_batch(batch)), batch)
-    assert [p.name for p in path.parent.iterdir()] == ["step_5.parquet"]
-
-
 def make_episodes() -> RolloutBatch:
     """Two groups of two: 2 + 1 sampled tokens, three turns, one turn, and one that failed."""
     samples = [
@@ -113,36 +94,12 @@ def make_episodes() -> RolloutBatch:
     return RolloutBatch(step=5, version=9, groups=groups, stats=stats)
 
 
-def test_episodes_come_back_bit_for_bit(tmp_path):
+def make_scored() -> RolloutBatch:
+    """``make_episodes`` with columns."""
     batch = make_episodes()
-    assert batch.samples[1].written == (WrittenSpan(1, 1), WrittenSpan(4, 4))
-
-    write_batch(tmp_path / "step_5.parquet", batch)
-    read = read_batch(tmp_path / "step_5.parquet")
-
-    assert_equal_batches(read, batch)
-    assert encode_batch(read) == encode_batch(batch)
-    assert read.samples[1].loss_mask.tolist() == [
-        *(True, False, True, True),
-        *(False, False, False, False),
-        *(True, True, True),
-    ]
-    rows = pq.read_table(tmp_path / "step_5.parquet").to_pylist()
-    assert [row["written_starts"] for row in rows] == [[2], [1, 4], [], [1]]
-    assert [row["written_tokens"] for row in rows] == [[3], [1, 4], [], [2]]
-    assert [len(row["behaviour_logprobs"]) for row in rows] == [3, 6, 5, 2]
-
-
-def test_dumps_of_single_sequences_keep_their_bytes() -> None:
-    # Hashes from before episodes had branches, by the pinned pyarrow.
-    episodes = make_episodes()
-    for sample in episodes.samples:
+    for sample in batch.samples:
         with_columns(sample)
-    hashes = [hashlib.sha256(encode_batch(b)).hexdigest() for b in (make_batch(3, 4), episodes)]
-    assert hashes == [
-        "453b292f3d305a9d8cd5eaa9e6cf0539c09290592e32c4180e7add04d610668f",
-        "680469f1ae8fe2a18a16662ca58e8d57587a9fa3a2afcef2c2d87c9bd6cd5ae2",
-    ]
+    return batch
 
 
 def make_branched() -> RolloutBatch:
@@ -161,67 +118,85 @@ def make_branched() -> RolloutBatch:
     return batch
 
 
-def test_episodes_of_several_sequences_come_back_bit_for_bit() -> None:
-    batch = make_branched()
-    content = encode_batch(batch)
-    read = decode(content)
+def with_odd_values() -> RolloutBatch:
+    batch = make_batch(num_groups=3, group_size=4)
+    sample = batch.samples[1]
+    sample.behaviour_logprobs = np.array([np.nan, -np.inf, -0.0, 1e-45], dtype=np.float32)
+    sample.response_token_ids = np.array([0, 151935, 2**31 - 1, 7], dtype=np.int32)
+    sample.versions = (VersionSpan(0, 2), VersionSpan(3, 2))
+    sample.finish_reason = FinishReason.LENGTH
+    return batch
+
+
+def with_nan_in_a_column() -> RolloutBatch:
+    batch = make_scored()
+    batch.samples[2].columns["teacher_logprob"][1] = np.nan
+    return batch
+
+
+def with_a_prompt_of_an_agent() -> RolloutBatch:
+    batch = make_episodes()
+    sample = batch.groups[0].samples[1]
+    sample.prompt = dataclasses.replace(sample.prompt, token_ids=np.array([7, 8], np.int32))
+    return batch
+
+
+def without_tokens() -> RolloutBatch:
+    batch = make_batch(num_groups=1)
+    for sample in batch.samples:
+        sample.response_token_ids = np.zeros(0, dtype=np.int32)
+        sample.behaviour_logprobs = np.zeros(0, dtype=np.float32)
+        sample.versions = ()
+    return batch
+
+
+def with_stats(stats: RolloutStats) -> RolloutBatch:
+    return dataclasses.replace(make_episodes(), stats=stats)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(with_odd_values(), id="odd values"),
+        pytest.param(make_episodes(), id="episodes"),
+        pytest.param(with_nan_in_a_column(), id="columns"),
+        pytest.param(make_branched(), id="branches"),
+        pytest.param(with_a_prompt_of_an_agent(), id="prompts"),
+        pytest.param(without_tokens(), id="no tokens"),
+        # A run without an environment, and one without errors.
+        pytest.param(with_stats(RolloutStats()), id="no environment"),
+        pytest.param(with_stats(RolloutStats(environment_errors={})), id="no errors"),
+    ],
+)
+def test_a_batch_comes_back_bit_for_bit(tmp_path, batch):
+    path = tmp_path / "rollouts" / "step_5.parquet"
+
+    write_batch(path, batch)
+    read = read_batch(path)
+
     assert_equal_batches(read, batch)
-    assert encode_batch(read) == content
-    assert [len(sample.branches) for sample in read.samples] == [2, 0, 0, 1]
-    rows = pq.read_table(pa.BufferReader(content)).to_pylist()
+    assert path.read_bytes() == encode_batch(batch) == read_encoded(path).content
+    assert encode_batch(read) == encode_batch(batch)
+    assert [p.name for p in path.parent.iterdir()] == ["step_5.parquet"]
+
+
+def test_dumps_of_single_sequences_keep_their_bytes() -> None:
+    # Hashes from before episodes had branches, by the pinned pyarrow.
+    batches = make_batch(3, 4), make_scored()
+    assert [hashlib.sha256(encode_batch(batch)).hexdigest() for batch in batches] == [
+        "453b292f3d305a9d8cd5eaa9e6cf0539c09290592e32c4180e7add04d610668f",
+        "680469f1ae8fe2a18a16662ca58e8d57587a9fa3a2afcef2c2d87c9bd6cd5ae2",
+    ]
+
+
+def test_each_sequence_of_an_episode_has_a_row() -> None:
+    rows = pq.read_table(pa.BufferReader(encode_batch(make_branched()))).to_pylist()
     assert [(row["group_id"], row["index"], row["sequence"]) for row in rows] == [
         *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0)),
         *((1, 0, 0), (1, 1, 0), (1, 1, 1)),
     ]
     first = rows[0]["response_token_ids"]
     assert rows[1]["prompt_token_ids"] == [*rows[0]["prompt_token_ids"], *first[:4]]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "place"),
-    [
-        ([1, 1, 2, 0, 0, 0, 1], "sample 0 of group 0, sequence 1: .* from 0, got 1 for 0"),
-        ([0, 2, 1, 0, 0, 0, 1], "sample 0 of group 0, sequence 2: .* from 0, got 2 for 1"),
-        ([0, 1, 1, 0, 0, 0, 1], "sample 0 of group 0, sequence 1: .* from 0, got 1 for 2"),
-        ([0, 1, -1, 0, 0, 0, 1], "sequence -1: .* from 0, got -1 for 2"),
-        ([0, 1, 2, 3, 0, 0, 1], "sample 1 of group 0, sequence 3: .* stand with those of its"),
-        ([0, 1, 0, 0, 0, 0, 1], r"group 0 holds samples \[0, 0, 1"),
-    ],
-)
-def test_sequences_that_do_not_follow_each_other_are_refused(numbers, place):
-    table = pq.read_table(pa.BufferReader(encode_batch(make_branched())))
-    changed = column("sequence", numbers, pa.int32())(table)
-    stream = pa.BufferOutputStream()
-    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), stream)
-    with pytest.raises(DumpError, match=f"^rollout batch: .*{place}"):
-        decode(stream.getvalue().to_pybytes())
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("reward", 1.0, "has no reward"),
-        ("reward_components", {"math": 0.0}, "has no reward"),
-        ("branches", (make_episode(2, (1,)),), "no branches of its own"),
-        ("prompt", PromptTokens("x:0", np.ones(2, np.int32)), "have its prompt_id"),
-        ("written", (WrittenSpan(0, 1),), "between turns of the policy"),
-    ],
-)
-def test_a_branch_that_cannot_be_is_refused(field, value, problem):
-    batch = make_branched()
-    setattr(batch.samples[0].branches[0], field, value)
-    with pytest.raises(DumpError, match=f"sample 0 of group 0, sequence 1: .*{problem}"):
-        encode_batch(batch)
-
-
-def test_columns_of_scorers_come_back_bit_for_bit() -> None:
-    batch = make_episodes()
-    for sample in batch.samples:
-        with_columns(sample)
-    batch.samples[2].columns["teacher_logprob"][1] = np.nan
-    read = decode(encode_batch(batch))
-    assert_equal_batches(read, batch)
-    assert encode_batch(read) == encode_batch(batch)
 
 
 def test_a_sample_without_a_column_of_its_batch_gets_the_default() -> None:
@@ -240,136 +215,112 @@ def test_a_column_that_does_not_fit_its_tokens_is_refused() -> None:
         decode(encode_batch(batch))
 
 
-@pytest.mark.parametrize("stats", [RolloutStats(), RolloutStats(environment_errors={})])
-def test_statistics_tell_a_run_without_an_environment_from_one_without_errors(stats):
-    batch = dataclasses.replace(make_episodes(), stats=stats)
-
-    assert decode(encode_batch(batch)).stats == stats
+def spans(*pairs: tuple[int, int]) -> tuple[WrittenSpan, ...]:
+    return tuple(WrittenSpan(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize(
-    ("written", "problem"),
+    ("sequence", "field", "value", "problem"),
     [
-        ([(0, 3)], "3 tokens from 0"),
-        ([(2, 0)], "0 tokens from 2"),
-        ([(2, -1)], "-1 tokens from 2"),
-        ([(1, 2), (2, 1)], "1 tokens from 2"),
-        ([(3, 1), (1, 1)], "1 tokens from 1"),
-        ([(3, 3)], "end with a turn of the policy, .* up to 6"),
-        ([(2, 2)], "4 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
-        ([], "6 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
+        (0, "written", spans((0, 3)), "3 tokens from 0"),
+        (0, "written", spans((2, 0)), "0 tokens from 2"),
+        (0, "written", spans((2, -1)), "-1 tokens from 2"),
+        (0, "written", spans((1, 2), (2, 1)), "1 tokens from 2"),
+        (0, "written", spans((3, 1), (1, 1)), "1 tokens from 1"),
+        (0, "written", spans((3, 3)), "end with a turn of the policy, .* up to 6"),
+        (0, "written", spans((2, 2)), "4 sampled tokens, 3 behaviour log-probs and 3 tokens"),
+        (0, "written", (), "6 sampled tokens, 3 behaviour log-probs and 3 tokens with a version"),
+        (0, "versions", (VersionSpan(0, 6),), "6 tokens with a version"),
+        (0, "versions", (VersionSpan(0, 3), VersionSpan(1, 0)), "version without tokens"),
+        (0, "versions", (VersionSpan(-1, 3),), "versions must ascend"),
+        (0, "versions", (VersionSpan(10, 3),), "versions must ascend from 0 to at most 9"),
+        (0, "behaviour_logprobs", np.zeros(7, np.float32), "7 behaviour log-probs"),
+        (0, "prompt", PromptTokens("train.jsonl:0", np.zeros(0, np.int32)), "prompt has no tokens"),
+        (0, "reward", math.nan, "reward must be finite"),
+        (0, "reward_components", {"a": math.inf}, r"reward_components\.a must be finite"),
+        (1, "reward", 1.0, "has no reward"),
+        (1, "reward_components", {"math": 0.0}, "has no reward"),
+        (1, "branches", (make_episode(2, (1,)),), "no branches of its own"),
+        (1, "prompt", PromptTokens("x:0", np.ones(2, np.int32)), "have its prompt_id"),
+        (1, "written", spans((0, 1)), "between turns of the policy"),
     ],
 )
-def test_written_spans_that_cannot_be_are_refused(written, problem):
-    batch = make_episodes()
-    batch.samples[0].written = tuple(WrittenSpan(*span) for span in written)
+def test_a_sequence_that_cannot_be_is_refused(sequence, field, value, problem):
+    batch = make_branched()
+    setattr(batch.sequences[sequence], field, value)
 
-    with pytest.raises(DumpError, match=f"^batch of step 5: sample 0 of group 0: .*{problem}") as e:
+    place = "sample 0 of group 0" + ", sequence 1" * sequence
+    with pytest.raises(DumpError, match=f"^batch of step 5: {place}: .*{problem}") as caught:
         encode_batch(batch)
-    assert "\n" not in str(e.value)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("versions", (VersionSpan(0, 6),), "6 tokens with a version"),
-        ("versions", (VersionSpan(0, 3), VersionSpan(1, 0)), "version without tokens"),
-        ("behaviour_logprobs", np.zeros(7, np.float32), "7 behaviour log-probs"),
-        ("prompt", PromptTokens("x:0", np.zeros(0, np.int32)), "prompt has no tokens"),
-    ],
-)
-def test_a_sample_whose_parts_do_not_fit_is_refused(field, value, problem):
-    batch = make_episodes()
-    setattr(batch.samples[0], field, value)
-
-    with pytest.raises(DumpError, match=f"sample 0 of group 0: .*{problem}"):
-        encode_batch(batch)
+def column(name, values, kind=None):
+    """A change of one column of a dump's table."""
+    return lambda table: table.set_column(
+        table.column_names.index(name), name, pa.array(values, kind)
+    )
 
 
-def test_a_response_without_tokens_comes_back():
-    batch = make_batch(num_groups=1)
-    for sample in batch.samples:
-        sample.response_token_ids = np.zeros(0, dtype=np.int32)
-        sample.behaviour_logprobs = np.zeros(0, dtype=np.float32)
-        sample.versions = ()
-
-    assert_equal_batches(decode(encode_batch(batch)), batch)
-
-
-def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
-    path = tmp_path / "rollouts" / "step_000005.parquet"
-    texts = [
-        SampleText(7, index, "What is 6 · 7?", "42", f"null \x00 and 𝛑 {index}") for index in (0, 1)
-    ]
-
-    write_texts(path, 5, texts)
-
-    beside = tmp_path / "rollouts" / "texts" / "step_000005.parquet"
-    assert list(path.parent.rglob("*.parquet")) == [beside]
-    table = pq.read_table(beside)
-    assert table.to_pylist()[1] == {
-        "group_id": 7,
-        "index": 1,
-        "prompt_text": "What is 6 · 7?",
-        "answer": "42",
-        "response_text": "null \x00 and 𝛑 1",
-        "turns": [],
-        "extracted": "",
-        "reason": "",
-    }
-    assert json.loads(table.schema.metadata[b"bapo_megatron.texts"]) == {"format": 5, "step": 5}
-    with pytest.raises(DumpError, match=r"step_000005\.parquet: .* no rollout dump"):
-        read_batch(beside)
-
-
-def test_texts_of_episodes_have_all_turns(tmp_path):
-    path = tmp_path / "step_000005.parquet"
-    turns = ("add 3 to 4", "=> 7", "7")
-    said = ("7 m", "unit_differs")
-    texts = [
-        SampleText(7, 0, "3 + 4?", "7", "7", turns, *said),
-        SampleText(7, 1, "3 + 4?", "7", "8"),
-    ]
-
-    write_texts(path, 5, texts)
-
-    rows = pq.read_table(tmp_path / "texts" / path.name).to_pylist()
-    assert [row["turns"] for row in rows] == [list(turns), []]
-    assert [row["response_text"] for row in rows] == ["7", "8"]
-    assert texts_by_sample(path) == {(7, 0): texts[0], (7, 1): texts[1]}
-    assert texts_by_sample(tmp_path / "none.parquet") is None
-
-
-def test_texts_that_are_none_are_refused_by_name(tmp_path):
-    path = tmp_path / "step_5.parquet"
-    write_texts(path, 5, [SampleText(7, 0, "3 + 4?", "7", "7")])
-    beside = tmp_path / "texts" / path.name
-
-    pq.write_table(pq.read_table(beside).drop_columns(["response_text"]), beside)
-    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: column 'response_text'"):
-        texts_by_sample(path)
-    beside.write_bytes(encode_batch(make_batch()))
-    with pytest.raises(DumpError, match=r"texts/step_5\.parquet: .* no texts"):
-        texts_by_sample(path)
-
-
-def with_metadata(**changes: Any) -> bytes:
-    table = pq.read_table(pa.BufferReader(encode_batch(make_batch())))
-    about = json.loads(table.schema.metadata[KEY]) | changes
+def check_refused(batch, change, place):
+    """A batch whose table is changed is refused with this place."""
+    table = pq.read_table(pa.BufferReader(encode_batch(batch)))
     stream = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about)}), stream)
-    return stream.getvalue().to_pybytes()
+    pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), stream)
+
+    with pytest.raises(DumpError, match=f"^rollout batch: .*{place}"):
+        decode(stream.getvalue().to_pybytes())
 
 
-@pytest.mark.parametrize("number", [3, 5])
-def test_a_dump_of_another_format_is_refused(number):
-    with pytest.raises(DumpError, match=f"dump format {number}, .* format 4"):
-        decode(with_metadata(format=number))
+LISTS = pa.list_(pa.int32())
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda table: table.drop_columns(["versions"]), "column 'versions'"),
+        (column("reward", ["1"] * 4), "column 'reward' must be double, got string"),
+        (column("reward", [0.0, 1.0, None, 0.0]), "sample 0 of group 1: column 'reward'"),
+        (column("versions", [[0, 1], [1], [], [None]], LISTS), "sample 1 of group 1: column 'vers"),
+        (column("written_starts", [[0], [1, 4], [], [1]], LISTS), "sample 0 of group 0: .* from 0"),
+        (column("written_tokens", [[3], [1], [], [2]], LISTS), "sample 1 of group 0: written_tok"),
+        (column("version_tokens", [[]] * 4, LISTS), "sample 0 of group 0: version_tokens"),
+        (column("finish_reason", ["?"] * 4), "sample 0 of group 0: finish_reason"),
+        (column("reward_components", ["?"] * 4), "sample 0 of group 0: reward_components"),
+        (column("prompt_id", ["x", "y", "z", "z"]), "sample 1 of group 0: prompt_id"),
+        (
+            column("prompt_token_ids", [[1], [1], [1], [2]], LISTS),
+            "sample 1 of group 1: .*prompt_t",
+        ),
+        (column("group_id", [0, 1, 0, 1]), "group_id occurs twice"),
+        (lambda table: table.slice(0, 3), r"group 1 holds samples \[0\]"),
+        (lambda table: table.slice(0, 0), "the batch has no samples"),
+    ],
+)
+def test_a_table_that_no_run_writes_is_refused_by_place(change, place):
+    check_refused(make_episodes(), change, place)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "place"),
+    [
+        ([1, 1, 2, 0, 0, 0, 1], "sample 0 of group 0, sequence 1: .* from 0, got 1 for 0"),
+        ([0, 2, 1, 0, 0, 0, 1], "sample 0 of group 0, sequence 2: .* from 0, got 2 for 1"),
+        ([0, 1, 1, 0, 0, 0, 1], "sample 0 of group 0, sequence 1: .* from 0, got 1 for 2"),
+        ([0, 1, -1, 0, 0, 0, 1], "sequence -1: .* from 0, got -1 for 2"),
+        ([0, 1, 2, 3, 0, 0, 1], "sample 1 of group 0, sequence 3: .* stand with those of its"),
+        ([0, 1, 0, 0, 0, 0, 1], r"group 0 holds samples \[0, 0, 1"),
+    ],
+)
+def test_sequences_that_do_not_follow_each_other_are_refused(numbers, place):
+    check_refused(make_branched(), column("sequence", numbers, pa.int32()), place)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"format": 3}, "rollout dump format 3, .* format 4"),
+        ({"format": 5}, "rollout dump format 5, .* format 4"),
         ({"step": 10**30}, "'step'"),
         ({"step": "1"}, "'step'"),
         ({"version": 2**31}, "'version'"),
@@ -382,8 +333,41 @@ def test_a_dump_of_another_format_is_refused(number):
     ],
 )
 def test_metadata_that_no_run_writes_are_named_by_field(changes, message):
+    table = pq.read_table(pa.BufferReader(encode_batch(make_batch())))
+    about = json.loads(table.schema.metadata[KEY]) | changes
+    stream = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({KEY: json.dumps(about)}), stream)
+
     with pytest.raises(DumpError, match=f"metadata '{KEY.decode()}': {message}"):
-        decode(with_metadata(**changes))
+        decode(stream.getvalue().to_pybytes())
+
+
+def test_texts_are_beside_the_dump_and_joined_by_group_and_index(tmp_path):
+    path = tmp_path / "rollouts" / "step_000005.parquet"
+    turns = ("add 3 to 4", "=> 7", "7")
+    texts = [
+        SampleText(7, 0, "3 + 4?", "7", "7", turns, "7 m", "unit_differs"),
+        SampleText(7, 1, "3 + 4?", "7", "null \x00 and 𝛑"),
+    ]
+
+    write_texts(path, 5, texts)
+
+    beside = tmp_path / "rollouts" / "texts" / "step_000005.parquet"
+    assert list(path.parent.rglob("*.parquet")) == [beside]
+    assert texts_by_sample(path) == {(7, 0): texts[0], (7, 1): texts[1]}
+    assert texts_by_sample(tmp_path / "none.parquet") is None
+    table = pq.read_table(beside)
+    assert [row["turns"] for row in table.to_pylist()] == [list(turns), []]
+    assert json.loads(table.schema.metadata[b"bapo_megatron.texts"]) == {"format": 5, "step": 5}
+    with pytest.raises(DumpError, match=r"step_000005\.parquet: .* no rollout dump"):
+        read_batch(beside)
+
+    pq.write_table(table.drop_columns(["response_text"]), beside)
+    with pytest.raises(DumpError, match=r"texts/step_000005\.parquet: column 'response_text'"):
+        texts_by_sample(path)
+    beside.write_bytes(encode_batch(make_batch()))
+    with pytest.raises(DumpError, match=r"texts/step_000005\.parquet: .* no texts"):
+        texts_by_sample(path)
 
 
 def test_samples_of_a_group_share_one_prompt():
@@ -416,64 +400,6 @@ def test_a_cut_off_file_and_a_changed_page_are_refused_by_name(tmp_path, damage)
     assert "\n" not in str(e.value)
 
 
-def column(name, values, kind=None):
-    """A change of one column of a dump's table."""
-    return lambda table: table.set_column(
-        table.column_names.index(name), name, pa.array(values, kind)
-    )
-
-
-LISTS = pa.list_(pa.int32())
-
-
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        (lambda table: table.drop_columns(["versions"]), "column 'versions'"),
-        (column("reward", ["1"] * 4), "column 'reward' must be double, got string"),
-        (column("reward", [0.0, 1.0, None, 0.0]), "sample 0 of group 1: column 'reward'"),
-        (column("versions", [[0, 1], [1], [], [None]], LISTS), "sample 1 of group 1: column 'vers"),
-        (column("written_starts", [[0], [1, 4], [], [1]], LISTS), "sample 0 of group 0: .* from 0"),
-        (column("written_tokens", [[3], [1], [], [2]], LISTS), "sample 1 of group 0: written_tok"),
-        (column("version_tokens", [[]] * 4, LISTS), "sample 0 of group 0: version_tokens"),
-        (column("finish_reason", ["?"] * 4), "sample 0 of group 0: finish_reason"),
-        (column("reward_components", ["?"] * 4), "sample 0 of group 0: reward_components"),
-        (column("prompt_id", ["x", "y", "z", "z"]), "sample 1 of group 0: prompt_id"),
-        (
-            column("prompt_token_ids", [[1], [1], [1], [2]], LISTS),
-            "sample 1 of group 1: .*prompt_token_ids",
-        ),
-        (column("group_id", [0, 1, 0, 1]), "group_id occurs twice"),
-        (lambda table: table.slice(0, 3), r"group 1 holds samples \[0\]"),
-        (lambda table: table.slice(0, 0), "the batch has no samples"),
-    ],
-)
-def test_a_table_that_no_run_writes_is_refused_by_place(change, place):
-    table = pq.read_table(pa.BufferReader(encode_batch(make_episodes())))
-    stream = pa.BufferOutputStream()
-    pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), stream)
-
-    with pytest.raises(DumpError, match=f"^rollout batch: .*{place}"):
-        decode(stream.getvalue().to_pybytes())
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "problem"),
-    [
-        ("versions", (VersionSpan(-1, 3),), "versions must ascend"),
-        ("versions", (VersionSpan(10, 3),), "versions must ascend from 0 to at most 9"),
-        ("reward", math.nan, "reward must be finite"),
-        ("reward_components", {"a": math.inf}, r"reward_components\.a must be finite"),
-    ],
-)
-def test_a_value_that_no_run_writes_is_refused(field, value, problem):
-    batch = make_episodes()
-    setattr(batch.samples[0], field, value)
-
-    with pytest.raises(DumpError, match=f"sample 0 of group 0: {problem}"):
-        encode_batch(batch)
-
-
 @pytest.mark.parametrize(
     ("tokens", "place"),
     [
@@ -488,14 +414,3 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_position(tokens, place)
 
     with pytest.raises(DumpError, match=rf"sample 0 of group 0: {place}\[2\] .* got 5000"):
         decode_batch(encoded, 5000)
-
-
-def test_samples_of_an_agent_have_prompts_of_their_own() -> None:
-    batch = make_episodes()
-    sample = batch.groups[0].samples[1]
-    sample.prompt = dataclasses.replace(sample.prompt, token_ids=np.array([7, 8], np.int32))
-    [_, again] = (
-        decode_batch(EncodedBatch("a batch", bytearray(encode_batch(batch)))).groups[0].samples
-    )
-    assert again.prompt.token_ids.tolist() == [7, 8]
-    assert again.prompt.prompt_id == sample.prompt.prompt_id
