@@ -90,10 +90,15 @@ THINKING = CHAT_TEMPLATE + "{% if enable_thinking is false %}<think></think>{% e
 
 
 @pytest.fixture
-def thinking(tokenizer_dir, tmp_path):
-    """The tokenizer with a template that has a variable, from a file."""
-    (tmp_path / "thinking.jinja").write_text(THINKING)
-    return load_tokenizer(tokenizer_dir, tmp_path / "thinking.jinja")
+def with_template(tokenizer_dir, tmp_path):
+    """Makes a renderer with a template, which comes from a file."""
+
+    def make(template, **arguments):
+        (tmp_path / "x.jinja").write_text(template)
+        tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+        return ChatRenderer(tokenizer, DataConfig(chat_template_arguments=arguments))
+
+    return make
 
 
 def test_system_prompt_and_suffix_surround_the_question(tokenizer):
@@ -127,16 +132,16 @@ def test_token_ids_are_those_of_the_tokenizer_s_own_rendering(tokenizer):
         assert renderer.decode(token_ids[number]) == texts[number]
 
 
-def test_a_template_from_a_file_takes_the_place_of_the_tokenizer_s(thinking):
-    assert ChatRenderer(thinking, DataConfig()).text("1+1?") == rendered("1+1?")
-    off = ChatRenderer(thinking, DataConfig(chat_template_arguments={"enable_thinking": False}))
+def test_a_template_from_a_file_takes_the_place_of_the_tokenizer_s(with_template):
+    assert with_template(THINKING).text("1+1?") == rendered("1+1?")
+    off = with_template(THINKING, enable_thinking=False)
     assert off.text("1+1?") == rendered("1+1?") + "<think></think>"
 
 
-def test_an_argument_that_the_template_does_not_know_is_refused(thinking):
-    for name in ("enable_thinkin", "add_generation_prompt", "messages"):
-        with pytest.raises(ValueError, match=rf"^data\.chat_template_arguments: .*'{name}'"):
-            ChatRenderer(thinking, DataConfig(chat_template_arguments={name: True}))
+@pytest.mark.parametrize("name", ["enable_thinkin", "add_generation_prompt", "messages"])
+def test_an_argument_that_the_template_does_not_know_is_refused(with_template, name):
+    with pytest.raises(ValueError, match=rf"^data\.chat_template_arguments: .*'{name}'"):
+        with_template(THINKING, **{name: True})
 
 
 @pytest.mark.parametrize(
@@ -146,11 +151,9 @@ def test_an_argument_that_the_template_does_not_know_is_refused(thinking):
         ("\n{% endfor %}", "line 2"),
     ],
 )
-def test_a_template_that_cannot_be_used_is_refused_with_its_line(
-    tokenizer_dir, tmp_path, template, problem
-):
+def test_a_template_that_cannot_be_used_is_refused_with_its_line(with_template, template, problem):
     with pytest.raises(ValueError, match=rf"^data\.chat_template: .*{problem}") as caught:
-        with_template(tokenizer_dir, tmp_path, template)
+        with_template(template)
     assert "\n" not in str(caught.value)
 
 
@@ -163,24 +166,23 @@ def test_a_template_that_cannot_be_used_is_refused_with_its_line(
     ],
 )
 def test_what_a_template_cannot_render_is_an_error_of_the_conversation(
-    tokenizer_dir, tmp_path, template, problem
+    with_template, template, problem
 ):
-    renderer, _ = with_template(tokenizer_dir, tmp_path, template)
+    renderer = with_template(template)
 
     with pytest.raises(ValueError, match=problem):
         renderer.text("1+1?")
 
 
-def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path):
-    with pytest.raises(ValueError, match=f"^{tmp_path}: no usable tokenizer") as caught:
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [("x", "no usable tokenizer"), ("tiktoken.model", "has tiktoken.model but no tokenizer.json")],
+)
+def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path, file, problem):
+    (tmp_path / file).touch()  # which may be code beside the model
+    with pytest.raises(ValueError, match=f"^{tmp_path}: {problem}") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path):
-    (tmp_path / "tiktoken.model").touch()
-    with pytest.raises(ValueError, match=f"^{tmp_path}: has tiktoken.model but no tokenizer.json"):
-        load_tokenizer(tmp_path)
 
 
 @pytest.mark.slow
@@ -223,14 +225,7 @@ TOOL = [{"role": "tool", "content": "2"}, {"role": "tool", "content": "{'a': 3}"
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def with_template(tokenizer_dir, tmp_path, template, **arguments):
-    """A renderer, and its tokenizer."""
-    (tmp_path / "x.jinja").write_text(template)
-    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
-    return ChatRenderer(tokenizer, DataConfig(chat_template_arguments=arguments)), tokenizer
-
-
-def conversation(renderer, tokenizer, answer, messages, *, end="<|im_end|>"):
+def conversation(renderer, answer, messages, *, end="<|im_end|>"):
     """The tokens of prompt, turn and continuation, and those of the whole conversation at once."""
     [prompt] = renderer.token_ids([renderer.text([QUESTION])])
     [turn] = renderer.token_ids([answer + end])
@@ -242,32 +237,28 @@ def conversation(renderer, tokenizer, answer, messages, *, end="<|im_end|>"):
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN25, QWEN3])
 @pytest.mark.parametrize("messages", [[WRONG], [SYSTEM, WRONG], [WRONG, WRONG]])
-def test_prompt_turn_and_continuation_are_the_whole_conversation(
-    tokenizer_dir, tmp_path, template, messages
-):
-    renderer, tokenizer = with_template(tokenizer_dir, tmp_path, template)
+def test_prompt_turn_and_continuation_are_the_whole_conversation(with_template, template, messages):
+    renderer = with_template(template)
 
-    played, whole = conversation(renderer, tokenizer, "It is 3.", messages)
+    played, whole = conversation(renderer, "It is 3.", messages)
 
     assert played == whole
 
 
 @pytest.mark.parametrize("template", [QWEN25, QWEN3])
-def test_answers_of_tools_are_rendered_as_the_template_wants_them(
-    tokenizer_dir, tmp_path, template
-):
-    renderer, tokenizer = with_template(tokenizer_dir, tmp_path, template)
+def test_answers_of_tools_are_rendered_as_the_template_wants_them(with_template, template):
+    renderer = with_template(template)
 
     assert renderer.decode(renderer.continuation(TOOL)) == (
         "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n{'a': 3}\n"
         "</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    played, whole = conversation(renderer, tokenizer, "It is 3.", TOOL)
+    played, whole = conversation(renderer, "It is 3.", TOOL)
     assert played == whole
 
 
-def test_the_system_prompt_is_not_repeated(tokenizer_dir, tmp_path):
-    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
+def test_the_system_prompt_is_not_repeated(with_template):
+    renderer = with_template(QWEN25)
     data = DataConfig(system_prompt="Think.", prompt_suffix=" Box it.")
     prompted = ChatRenderer(renderer._tokenizer, data)
 
@@ -276,11 +267,11 @@ def test_the_system_prompt_is_not_repeated(tokenizer_dir, tmp_path):
     assert renderer.decode(prompted.continuation([WRONG])).startswith("\n<|im_start|>user\nNo.")
 
 
-def test_the_policy_s_thinking_stays_where_a_template_would_leave_it_out(tokenizer_dir, tmp_path):
-    renderer, tokenizer = with_template(tokenizer_dir, tmp_path, QWEN3)
+def test_the_policy_s_thinking_stays_where_a_template_would_leave_it_out(with_template):
+    renderer = with_template(QWEN3)
     answer = "<think>\nHm.\n</think>\n\nIt is 3."
 
-    played, whole = conversation(renderer, tokenizer, answer, [WRONG])
+    played, whole = conversation(renderer, answer, [WRONG])
 
     assert "Hm." not in renderer.decode(whole)
     assert renderer.decode(played) == (
@@ -290,8 +281,8 @@ def test_the_policy_s_thinking_stays_where_a_template_would_leave_it_out(tokeniz
     )
 
 
-def test_arguments_of_the_template_hold_for_every_turn(tokenizer_dir, tmp_path):
-    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN3, enable_thinking=False)
+def test_arguments_of_the_template_hold_for_every_turn(with_template):
+    renderer = with_template(QWEN3, enable_thinking=False)
 
     assert renderer.decode(renderer.continuation([WRONG])) == (
         "\n<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
@@ -300,37 +291,36 @@ def test_arguments_of_the_template_hold_for_every_turn(tokenizer_dir, tmp_path):
 
 
 def test_the_tiny_tokenizer_continues_without_anything_between_messages():
-    tokenizer = build_tokenizer()
-    renderer = ChatRenderer(tokenizer, DataConfig())
+    renderer = ChatRenderer(build_tokenizer(), DataConfig())
 
     assert renderer.decode(renderer.continuation([WRONG])) == (
         "<|user|>No.\n\nTry again: größer?<|assistant|>"
     )
-    played, whole = conversation(renderer, tokenizer, "\\boxed{3}", [WRONG], end="<eos>")
+    played, whole = conversation(renderer, "\\boxed{3}", [WRONG], end="<eos>")
     assert played == whole
 
 
-def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(tokenizer_dir, tmp_path):
+def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(with_template):
     strict = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
         "{% endif %}{% endfor %}" + CHAT_TEMPLATE
     )
-    renderer, _ = with_template(tokenizer_dir, tmp_path, strict)
+    renderer = with_template(strict)
 
     with pytest.raises(ValueError, match=r"refused .*\(no tools\)$"):
         renderer.continuation(TOOL)
     assert renderer.continuation([WRONG])
-    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
+    renderer = with_template(QWEN25)
     for messages in ([{"role": "environment", "content": "2"}], [*TOOL, {**WRONG, "role": "x"}]):
         with pytest.raises(ValueError, match=rf"leaves out \(role {messages[-1]['role']}\)"):
             renderer.continuation(messages)
-    renderer, _ = with_template(tokenizer_dir, tmp_path, "{{ messages[-1].content }}")
+    renderer = with_template("{{ messages[-1].content }}")
     with pytest.raises(ValueError, match=r"leaves out \(role user, role assistant\)"):
         renderer.continuation([WRONG])
 
 
-def test_earlier_calls_that_a_template_leaves_out_are_an_error(tokenizer_dir, tmp_path):
-    renderer, _ = with_template(tokenizer_dir, tmp_path, QWEN25)
+def test_earlier_calls_that_a_template_leaves_out_are_an_error(with_template):
+    renderer = with_template(QWEN25)
     calls = [{"type": "function", "function": {"name": "add", "arguments": {}}}]
     called = {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -340,10 +330,8 @@ def test_earlier_calls_that_a_template_leaves_out_are_an_error(tokenizer_dir, tm
 
 
 @pytest.mark.parametrize("template", [QWEN25, QWEN3])
-def test_a_developer_is_the_system_where_the_template_knows_no_developer(
-    tokenizer_dir, tmp_path, template
-):
-    renderer, _ = with_template(tokenizer_dir, tmp_path, template)
+def test_a_developer_is_the_system_where_the_template_knows_no_developer(with_template, template):
+    renderer = with_template(template)
     developer = {**SYSTEM, "role": "developer"}
 
     assert renderer.text([developer, QUESTION]) == (
@@ -352,7 +340,7 @@ def test_a_developer_is_the_system_where_the_template_knows_no_developer(
     )
     assert renderer.continuation([developer, WRONG]) == renderer.continuation([SYSTEM, WRONG])
     spoken = template.replace("{%- for", "{#- system, developer and user #}{%- for", 1)
-    renderer, _ = with_template(tokenizer_dir, tmp_path, spoken)
+    renderer = with_template(spoken)
     with pytest.raises(ValueError, match=r"leaves out \(role developer\)"):
         renderer.text([developer, QUESTION])
 

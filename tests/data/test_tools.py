@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import pytest
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Record
 from bapo_megatron.data.tools import Mark, ToolCall, calls_in, checked_message
-from bapo_megatron.types import FinishReason, PromptTokens, VersionSpan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,19 +69,33 @@ OPEN, CLOSE, TAG = Mark("<tool_call>"), Mark("</tool_call>"), Mark("<|python_tag
 QUESTION = {"role": "user", "content": "?"}
 
 
-def renderer_of(tokenizer_dir: Path, folder: Path, tool_format: str) -> ChatRenderer:
-    (folder / "x.jinja").write_text(HERMES if tool_format == "hermes" else LLAMA3)
-    tokenizer = load_tokenizer(tokenizer_dir, folder / "x.jinja")
-    special, plain = ADDED[tool_format]
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
-    tokenizer.add_tokens(plain)
-    config = RolloutConfig(tool_format=tool_format, tools=(SCHEMA,))
-    return ChatRenderer(tokenizer, DataConfig(), config)
+class MakeRenderer(Protocol):
+    def __call__(
+        self, template: str, tool_format: str = "hermes", added: tuple[list[str], list[str]] = ...
+    ) -> ChatRenderer: ...
+
+
+@pytest.fixture
+def make_renderer(tokenizer_dir: Path, tmp_path: Path) -> MakeRenderer:
+    """Makes a renderer with one tool, and with special and plain tokens that are added."""
+
+    def make(
+        template: str, tool_format: str = "hermes", added: tuple[list[str], list[str]] = ([], [])
+    ) -> ChatRenderer:
+        (tmp_path / "x.jinja").write_text(template)
+        tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
+        tokenizer.add_special_tokens({"additional_special_tokens": added[0]})
+        tokenizer.add_tokens(added[1])
+        config = RolloutConfig(tool_format=tool_format, tools=(SCHEMA,))
+        return ChatRenderer(tokenizer, DataConfig(), config)
+
+    return make
 
 
 @pytest.fixture(params=["hermes", "llama3"])
-def renderer(request: pytest.FixtureRequest, tokenizer_dir: Path, tmp_path: Path) -> ChatRenderer:
-    return renderer_of(tokenizer_dir, tmp_path, request.param)
+def renderer(request: pytest.FixtureRequest, make_renderer: MakeRenderer) -> ChatRenderer:
+    template = HERMES if request.param == "hermes" else LLAMA3
+    return make_renderer(template, request.param, ADDED[request.param])
 
 
 def tokens(renderer: ChatRenderer, text: str) -> tuple[int, ...]:
@@ -157,13 +166,8 @@ def test_a_mark_is_a_token_where_the_tokenizer_has_one(renderer: ChatRenderer) -
     assert renderer.calls(spelt) == ()
 
 
-def test_tags_are_text_where_the_tokenizer_has_no_token(
-    tokenizer_dir: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "x.jinja").write_text(HERMES)
-    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
-    config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
-    renderer = ChatRenderer(tokenizer, DataConfig(), config)
+def test_tags_are_text_where_the_tokenizer_has_no_token(make_renderer: MakeRenderer) -> None:
+    renderer = make_renderer(HERMES)
     text = f"So <tool_call>{ONE}</tool_call> and <tool_call>"
     check(renderer.calls(tokens(renderer, text)), [RUN, "a tool call lacks its </tool_call>"])
 
@@ -206,28 +210,20 @@ NO_TOOLS = HERMES.replace("tool | tojson", "'a tool'")
     ],
 )
 def test_a_format_that_the_template_does_not_write_is_refused(
-    tokenizer_dir: Path, tmp_path: Path, template: str, tool_format: str, problem: str
+    make_renderer: MakeRenderer, template: str, tool_format: str, problem: str
 ) -> None:
-    (tmp_path / "x.jinja").write_text(template)
-    tokenizer = load_tokenizer(tokenizer_dir, tmp_path / "x.jinja")
-    tokenizer.add_special_tokens({"additional_special_tokens": ADDED["llama3"][0]})
-    config = RolloutConfig(tool_format=tool_format, tools=(SCHEMA,))
     with pytest.raises(ValueError, match=rf"^rollout\.tool_format: .*{problem}"):
-        ChatRenderer(tokenizer, DataConfig(), config)
+        make_renderer(template, tool_format, (ADDED["llama3"][0], []))
 
 
 @pytest.mark.parametrize("opening", ["<think>\\n", "<think>\\n\\n</think>\\n\\n"])
 def test_a_generation_prompt_that_no_earlier_turn_has_hides_no_call(
-    tokenizer_dir: Path, tmp_path: Path, opening: str
+    make_renderer: MakeRenderer, opening: str
 ) -> None:
     before, end = "assistant\\n", "' }}{%- endif %}"
     template = HERMES.replace(before + end, before + opening + end)
     assert opening in template
-    (tmp_path / "x.jinja").write_text(template)
-    config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
-    renderer = ChatRenderer(
-        load_tokenizer(tokenizer_dir, tmp_path / "x.jinja"), DataConfig(), config
-    )
+    renderer = make_renderer(template)
     assert renderer.calls(tokens(renderer, f"<tool_call>{ONE}</tool_call>")) == (RUN,)
 
 
@@ -286,65 +282,44 @@ def test_a_conversation_with_calls_can_be_a_prompt(renderer: ChatRenderer) -> No
     assert renderer.calls(prompt)[0] == RUN
 
 
-def noise(draws: random.Random) -> str:
-    """Text with whatever could be taken for part of the format."""
-    pieces = [
-        *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_end|>"),
-        *("<|python_tag|>", "<|eot_id|>", "<|eom_id|>", "{", "}", '"', "\\", "\n", ";", " "),
-        *("é", "数", "a", "print(1)", "<|im_<|im_end|>end|>"),
-    ]
-    return "".join(draws.choices(pieces, k=draws.randrange(8)))
+PIECES = (
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_end|>"),
+    *("<|python_tag|>", "<|eot_id|>", "<|eom_id|>", "{", "}", '"', "\\", "\n", ";", " "),
+    *("é", "数", "a", "print(1)", "<|im_<|im_end|>end|>"),
+)
+TEXTS = ["", *PIECES, *(first + second for first in PIECES for second in PIECES)]
+"""Whatever could be taken for part of the format."""
 
 
-def written_by_policy(tool_format: str, codes: Sequence[str]) -> str:
-    if tool_format == "hermes":
+def test_calls_of_any_text_are_read_as_they_were_written(renderer: ChatRenderer) -> None:
+    # JSON cannot escape tags, which end a call of hermes wherever they are.
+    codes = [text.replace("<", "‹") for text in TEXTS]
+    if renderer.tool_format == "hermes":
         values = [json.dumps({"name": "python", "arguments": {"code": code}}) for code in codes]
         calls = [f"<tool_call>\n{value}\n</tool_call>" for value in values]
-        return "So:\n" + "\n".join(calls) + "<|im_end|>"
-    calls = [json.dumps({"name": "python", "parameters": {"code": code}}) for code in codes]
-    return "<|python_tag|>" + "; ".join(calls) + "<|eom_id|>"
+        turn = "So:\n" + "\n".join(calls) + "<|im_end|>"
+    else:
+        calls = [json.dumps({"name": "python", "parameters": {"code": code}}) for code in codes]
+        turn = "<|python_tag|>" + "; ".join(calls) + "<|eom_id|>"
+    read = renderer.calls(tokens(renderer, turn))
+    assert [call.arguments["code"] for call in read] == codes
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_ten_thousand_calls_and_outputs_are_each_rendered_once_and_train_once(
-    renderer: ChatRenderer,
-) -> None:
-    draws, tool_format = random.Random(0), renderer.tool_format
-    special, plain = ADDED[tool_format]
+def test_outputs_of_any_text_hold_no_mark(renderer: ChatRenderer) -> None:
+    special, plain = ADDED[renderer.tool_format]
     marks = {tokens(renderer, mark)[0] for mark in (*special, *plain)}
 
-    def marks_in(outputs: list[dict[str, str]]) -> list[int]:
-        return [token for token in renderer.continuation(outputs) if token in marks]
+    def marks_in(outputs: Sequence[str]) -> list[int]:
+        messages = [{"role": "tool", "content": output} for output in outputs]
+        return [token for token in renderer.continuation(messages) if token in marks]
 
-    num_calls = 0
-    while num_calls < 10_000:
-        record = Record()
-        record.write((1,))
-        sampled: list[int] = []
-        for _ in range(draws.randrange(1, 4)):
-            # JSON cannot escape tags, which end a call of hermes wherever they are.
-            codes = [noise(draws).replace("<", "‹") for _ in range(draws.randrange(1, 4))]
-            turn = tokens(renderer, written_by_policy(tool_format, codes))
-            calls = [call.arguments["code"] for call in renderer.calls(turn)]
-            assert calls == codes
-            part, logprobs = np.asarray(turn, np.int32), np.zeros(len(turn), np.float32)
-            spans = (VersionSpan(0, len(turn)),)
-            record.calls[-1].append(Completion(part, logprobs, spans, FinishReason.STOP))
-            outputs = [{"role": "tool", "content": noise(draws)} for _ in codes]
-            assert marks_in(outputs) == marks_in([{**output, "content": ""} for output in outputs])
-            record.write(renderer.continuation(outputs))
-            sampled += turn
-            num_calls += len(codes)
-        prompt = PromptTokens("p", np.array([1], np.int32))
-        sample = record.sample(0, 0, prompt, FinishReason.STOP)
-        assert sample.response_token_ids[sample.loss_mask].tolist() == sampled
+    assert marks_in(TEXTS) == marks_in([""] * len(TEXTS))
 
 
 def test_a_conversation_with_tools_is_rendered_by_the_template_and_spells_no_special_token(
-    tokenizer_dir: Path, tmp_path: Path
+    make_renderer: MakeRenderer,
 ) -> None:
-    renderer = renderer_of(tokenizer_dir, tmp_path, "hermes")
+    renderer = make_renderer(HERMES, added=ADDED["hermes"])
     tool = {"type": "function", "function": {"name": "other"}}
     messages = [QUESTION, {"role": "user", "content": "a<|im_end|>b"}]
     text = renderer.decode(renderer.conversation(messages, [tool]))
