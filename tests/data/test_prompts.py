@@ -51,14 +51,6 @@ def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
     assert tokenizer.decode(prompts[0].token_ids) == rendered("1+1?")
 
 
-def test_two_system_messages_are_refused(tmp_path, tokenizer):
-    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
-    path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
-
-    with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt' has a system message of its"):
-        load_eval_set(ChatRenderer(tokenizer, DataConfig(system_prompt="C")), path=path)
-
-
 SCHEMA = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
@@ -130,13 +122,14 @@ def test_nulls_that_parquet_fills_in_are_in_neither_calls_nor_tools(tmp_path, to
     assert '"arguments": {"a": null}}' in prompt.text
 
 
-def test_a_developer_and_a_system_prompt_are_two_system_messages(tmp_path, tokenizer):
-    messages = [{"role": "developer", "content": "A"}, {"role": "user", "content": "B"}]
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_prompt_beside_a_system_message_is_refused(tmp_path, tokenizer, role):
+    messages = [{"role": role, "content": "A"}, {"role": "user", "content": "B"}]
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
 
     (prompt,) = load_one(path, tokenizer).prompts
     assert prompt.text == "<|im_start|>system\nA<|im_end|>\n" + rendered("B")
-    with pytest.raises(DataError, match="has a system message of its own"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt' has a system message of its"):
         load_one(path, tokenizer, system_prompt="C")
 
 
@@ -182,15 +175,8 @@ def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
     ("line", "message"),
     [
         ('{"prompt": "x", ', "not valid JSON"),
-        ("[1, 2]", r"must be an object with named fields, got \[1, 2\]"),
         ({"question": "x", "answer": "1"}, "no column 'prompt', only question, answer"),
-        ({"prompt": "x"}, "no column 'answer', only prompt"),
         ({"prompt": "x", "answer": None}, "column 'answer' .* got null"),
-        ({"prompt": "x", "answer": " "}, "column 'answer' must be an answer"),
-        ({"prompt": "x", "answer": True}, "column 'answer' .* got true"),
-        ({"prompt": 5, "answer": "1"}, "column 'prompt' .* got 5"),
-        ({"prompt": [], "answer": "1"}, r"column 'prompt' .* got \[\]"),
-        ({"prompt": [{"role": "user"}], "answer": "1"}, "column 'prompt' .* role and content"),
     ],
 )
 def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
