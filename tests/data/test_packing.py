@@ -164,21 +164,3 @@ def test_a_packing_holds_every_sample_once_within_the_budget(
     )
     order.shuffle(chosen)
     assert pack_update(samples, chosen, asked) == packing
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    lengths=st.lists(st.integers(2, 30), min_size=4, max_size=60),
-    data_size=st.integers(1, 4),
-)
-def test_ranks_differ_by_at_most_the_longest_sample(lengths, data_size):
-    samples = [make_sample(1, length - 1) for length in lengths]
-
-    loads = [
-        sum(rank)
-        for rank in sizes(
-            pack_update(samples, range(len(samples)), rules(data_size, max_tokens=30)), samples
-        )
-    ]
-
-    assert max(loads) - min(loads) <= max(lengths)

@@ -101,23 +101,19 @@ def test_after_every_draw_each_set_is_less_than_one_prompt_from_its_share(sets):
             assert abs(drawn[f"s{number}"] - count * share) < 1
 
 
-@given(mixtures, st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
-def test_every_epoch_of_every_set_of_a_mixture_holds_each_prompt_once(sets, seed):
-    ids = take(make_mixture(sets, seed), 200)
-    for number, (size, _) in enumerate(sets):
-        drawn = [prompt_id for prompt_id in ids if source(prompt_id) == f"s{number}"]
-        for start in range(0, len(drawn) - size + 1, size):
-            assert len(set(drawn[start : start + size])) == size
-
-
 def test_the_seed_changes_the_order_within_sets_and_not_the_sets_of_the_draws():
-    one, other = (take(make_mixture([(40, 2.0), (40, 1.0)], seed), 90) for seed in (1, 2))
+    one, other = (take(make_mixture([(30, 2.0), (30, 1.0)], seed), 90) for seed in (1, 2))
 
-    assert one != other
     assert [source(x) for x in one] == [source(x) for x in other]
     # Windows by hand: s0 in draws [0, 2), [1, 3), [3, 5) …, s1 in [0, 3), [3, 6) ….
     assert [source(x) for x in one[:6]] == ["s0", "s0", "s1"] * 2
+    orders = [
+        [x for x in ids if source(x) == name] for ids in (one, other) for name in ("s0", "s1")
+    ]
+    epochs = [order[:30] for order in orders] + [orders[0][30:], orders[2][30:]]
+    rows = [tuple(x.partition(":")[2] for x in epoch) for epoch in epochs]
+    assert len(set(rows)) == 6  # each set and each epoch has an order of its own
+    assert {tuple(sorted(row)) for row in rows} == {tuple(sorted(map(str, range(30))))}
 
 
 def test_of_the_open_windows_the_one_that_closes_first_is_taken():
@@ -125,14 +121,6 @@ def test_of_the_open_windows_the_one_that_closes_first_is_taken():
     ids = take(make_mixture([(9, 1.0), (9, 2.0), (9, 5.0)]), 16)
 
     assert [source(x) for x in ids] == ["s2", "s1", "s2", "s2", "s2", "s0", "s1", "s2"] * 2
-
-
-def test_two_sets_of_one_size_have_different_orders():
-    ids = take(make_mixture([(30, 1.0), (30, 1.0)]), 60)
-    rows = [[x.partition(":")[2] for x in ids if source(x) == name] for name in ("s0", "s1")]
-
-    assert rows[0] != rows[1]
-    assert sorted(rows[0]) == sorted(rows[1])
 
 
 def test_weights_are_taken_as_they_are_written():
