@@ -52,82 +52,6 @@ def test_a_response_without_a_final_answer_has_none(response):
     assert (score.reward, score.answer_found, score.extracted) == (0.0, False, "")
 
 
-@pytest.mark.parametrize(
-    ("pred", "reference"),
-    [
-        ("42", "42"),
-        ("25", "025"),
-        ("1,234", "1234"),
-        (r"1\,234", "1234"),
-        ("42.0", "42"),
-        ("+3", "3"),
-        (r"\$18", "18"),
-        (r"18\text{ dollars}", "18"),
-        (r"\dfrac{1}{2}", r"\frac12"),
-        ("0.5", r"\frac{1}{2}"),
-        (r"\left( 1, 2 \right)", "(1,2)"),
-        ("(x+1)^2", "x^2+2x+1"),
-        ("x=5", "5"),
-        (r"2\sqrt{2}", r"\sqrt{8}"),
-        (r"\{2, 1\}", r"\{1, 2\}"),
-        ("0.5", '["1/2", "one half"]'),
-        ("(1,2)", "1,2"),
-        ("b=2,a=1", "(2,1)"),
-        ("0.0", r"\ln 1"),
-        (r"0.\overline3", "1/3"),
-        (r"1.2345\text{ thousand}", "1234.5"),
-        (r"5\text{ }", "5"),
-        (r"5\text{ meters squared}", r"5\text{ m}^2"),
-        (r"0.5\infty", r"\infty"),
-        ("204", "204_5"),
-        ("24_5", "14_{10}"),
-        ("19_5", "19_{5}"),
-        ("x_1", "x_{1}"),
-        ("x=2(3)=6", "6"),
-        (r"x=\sqrt{-9}=3i", "3i"),
-    ],
-)
-def test_equal_answers_score_one(pred, reference):
-    score = grade_math_answer(rf"Thus \boxed{{{pred}}}.", reference)
-
-    assert (score.reward, score.answer_found, score.extracted) == (1.0, True, pred)
-
-
-@pytest.mark.parametrize(
-    ("pred", "reference"),
-    [
-        ("41", "42"),
-        ("-42", "42"),
-        ("0.42", "42"),
-        ("1 1/2", "11/2"),
-        ("18 19", "1819"),
-        ("(2,1)", "(1,2)"),
-        ("x^2+1", "x^2+2x+1"),
-        ("east", "west"),
-        ("3", '["1", "2"]'),
-        ("42" + "0" * 2000, "42"),
-        ("\x00", "42"),
-        ("57_6", "57_8"),
-        ("19_5", "14_{10}"),
-        ("12_{1}", "12_{2}"),
-        ("((1,2)", "(1,2)"),
-        ("a=1,b=2", "(2,1)"),
-        ("2 5/3", "11/3"),
-        ("1e5000", "1"),
-        ("x=)(", "42"),
-        ("x=2=3", "3"),
-        (r"5\text{ m/kg}", "5"),
-        (r"\$5\text{ euros}", r"\$5"),
-        ("5", '["5", 6]'),
-        ("5", '["5"'),
-    ],
-)
-def test_other_answers_score_zero_but_are_found(pred, reference):
-    score = grade_math_answer(rf"Thus \boxed{{{pred}}}.", reference)
-
-    assert (score.reward, score.answer_found) == (0.0, True)
-
-
 def test_an_answer_in_a_sentence_is_compared_by_its_value():
     assert grade_math_answer("The answer is 18 dollars.", "18").reward == 1.0
     assert grade_math_answer("The answer is $\\frac{3}{6}$. I hope so.", "0.5").reward == 1.0
@@ -195,7 +119,9 @@ def test_extraction_is_linear_in_a_hostile_megabyte(response):
     ],
 )
 def test_the_reason_says_why(response, reference, reason):
-    assert grade_math_answer(response, reference).reason == reason
+    score = grade_math_answer(response, reference)
+
+    assert (score.reason, score.answer_found) == (reason, reason != "no_answer")
 
 
 @pytest.mark.parametrize(

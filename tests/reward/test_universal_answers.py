@@ -49,37 +49,3 @@ def test_two_references_of_one_form_are_equal_only_where_their_values_are():
     accepted = {(pred, gold) for _, pred, gold in pairs(150, per_form=2) if reward(pred, gold)}
 
     assert accepted == set()
-
-
-@pytest.mark.parametrize("pred", ["", r"\,", ".", "=", "$$", r"\text{}"])
-def test_an_empty_answer_is_not_right_even_where_the_reference_is_missing(pred):
-    assert reward(pred, "") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("pred", "reference", "is_right"),
-    [
-        (r"2\frac{5}{3}", r"\frac{11}{3}", False),
-        (r"2\frac{5}{3}", r"\frac{10}{3}", False),
-        (r"2\frac{5}{3}x", r"\frac{10x}{3}", False),
-        (r"2\frac{5}{3}", r"2\frac53", True),
-        (r"2\frac{1}{2}x", "x", False),
-        (r"2\frac{1}{2}x", r"\frac{5x}{2}", True),
-        (r"\pi-2\frac{1}{2}", r"\pi-2.5", True),
-        (r"x^2\frac{1}{2}", r"\frac{x^2}{2}", True),
-        (r"2(\frac{5}{3})", r"\frac{10}{3}", True),
-        (r"2(\frac{5}{3})", r"\frac{11}{3}", False),
-        ("(2)(3)", "6", True),
-        ("2(3)", "5", False),
-        (r"\frac{69}{0}", r"\frac{11}{0}", False),
-        (r"\{\frac{0}{0}\}", r"\{\frac{1}{0}\}", False),
-        (r"\frac{1}{0}", r"\infty", False),
-        ("2", r"3\infty-2", False),
-        (r"\sin x=2", r"3\infty-2", False),
-        (r"\infty", r"3\infty-2", True),
-        (r"3\cdot 10^{-45}", r"2\cdot 10^{-47}", False),
-        (r"30\cdot 10^{-46}", r"3\cdot 10^{-45}", True),
-    ],
-)
-def test_mixed_numbers_products_and_numbers_that_are_tiny_or_undefined(pred, reference, is_right):
-    assert reward(pred, reference) == float(is_right)
