@@ -54,6 +54,33 @@ UNITTEST = (
 )
 WITH_MATH = "from math import *\nfrom operator import *\nclass ListNode:\n    pass\n"
 LONG = "1" + "0" * 5000
+LINES = prints(("1 2\n", "3\n"), ("3 4 5", "12\n\n"))
+CALLS = json.dumps({"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [[3], "ab"]})
+LIVE = calls("add", ("1\n2", "3"), ('"x"\n"y"', '"xy"'))
+ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]
+CASES = json.dumps({"assert_case": ASSERTS})
+CHECKED = module(
+    "def check(candidate):\n    assert candidate(1, 2) == 3\n\n    assert candidate(0, 0) == 0",
+    "Solution().add",
+    import_prefix="from typing import *\n\n",
+)
+SOLUTION = fenced(
+    "class Solution:\n    def add(self, a: Any, b: Optional[int]):\n        return a + b"
+)
+
+FORMS = {
+    "lines": (fenced("print(sum(map(int, input().split())))"), LINES),
+    "calls": (fenced(ADD), CALLS),
+    "calls of a method": (SOLUTION, CALLS),
+    "calls by lines": (fenced(ADD), LIVE),
+    "asserts in a struct": (fenced(ADD), CASES),
+    "asserts": (fenced(ADD), json.dumps(ASSERTS)),
+    "an assert": (fenced(ADD), "assert add(2, 2) == 4"),
+    "a check": (SOLUTION, CHECKED),
+    "output": (fenced("print(6 * 7)"), "42"),
+    "output that is nearly equal": (fenced("print(f'{1 / 3:.9f} ok  ')"), "0.3333333 ok"),
+}
+"""All of them are right."""
 
 EXTRACTION = {
     "text after": (fenced(SUM) + "Input:\n" + fenced("3 4", "text") + fenced("7", "text"), SUMS),
@@ -266,6 +293,8 @@ GUARDS = {
 }
 """All of them are right."""
 
+RIGHT = [FORMS, EXTRACTION, NAMES, NUMBERS, GUARDS]
+
 TESTS = {
     "over several lines": (
         "def check(candidate):\n    assert candidate(\n        1,\n        2,\n"
@@ -318,7 +347,6 @@ TESTS = {
 }
 """``test_code`` that ``ADD`` passes, and ``LESS`` does not."""
 
-_EXIT = "import sys\n{}\nsys.exit(0)"
 WRONG = {
     "wrong": [
         (fenced("import sys\nsys.exit(0)"), module(ADDS)),
@@ -345,6 +373,15 @@ WRONG = {
         (fenced("print('[' * 100000)"), prints(("", "1"))),
         (fenced(SUM.replace("+", "*")) + fenced("7\n8", ""), SUMS),
         (fenced(SUM) + fenced("print(7)"), SUMS),
+        (fenced("print(3)"), LINES),
+        (fenced("print(3, 12)"), prints(("", "3\n12"))),
+        (fenced("def add(a, b): return a"), CALLS),
+        (fenced("print(6 * 8)"), "42"),
+        (fenced("print('42.0000001')"), "42"),
+        # It ends before the tests, with exit status 0.
+        (fenced("import sys; sys.exit(0)"), CASES),
+        (fenced("import os; os._exit(0)"), LIVE),
+        (fenced("print('passed'); raise SystemExit"), CHECKED),
     ],
     "error": [
         (fenced(LESS), module(ADDS)),
@@ -371,7 +408,14 @@ WRONG = {
         (fenced("def f(x):\n    return g(x)\ndef g(x):\n    return f(x)"), calls("f", ([1], 1))),
         (fenced(f"{SUM}\n{FENCE}", "text\n") + fenced("Then add them.", "py"), SUMS),
         (fenced("x = '\0'"), SUMS),
+        (fenced("1 / 0"), LINES),
+        (fenced(LESS), CASES),
+        (SOLUTION.replace("+", "-"), CHECKED),
+        (fenced("def other(): pass"), CALLS),
+        (fenced("def add("), CASES),
     ],
+    "timeout": [(fenced("while True: pass"), LINES)],
+    "output": [(fenced("while True: print('3' * 1000)"), LINES)],
     "no_program": [
         ("The answer is 7.", SUMS),
         (fenced(SUM, "cpp"), SUMS),

@@ -14,15 +14,13 @@ from pathlib import Path
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, RowError
+from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, RowError, Score
 from bapo_megatron.reward.rows import check_row
 from tests.reward.program_rows import (
     ADD,
-    EXTRACTION,
-    GUARDS,
     LESS,
-    NAMES,
-    NUMBERS,
+    LINES,
+    RIGHT,
     TESTS,
     UNUSABLE,
     WRONG,
@@ -38,59 +36,25 @@ require_bubblewrap()
 SECTION = {
     "functions": [{"name": "code", "function": "program"}],
     "timeout_s": 60,
-    "program": {"sandbox": {"timeout_s": 2}},
+    "program": {"sandbox": {"timeout_s": 20}},
 }
-SUM_OF_LINE = "print(sum(map(int, input().split())))"
-LINES = {"inputs": ["1 2\n", "3 4 5"], "outputs": ["3\n", "12\n\n"]}
-CALLS = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [[3], "ab"]}
-LIVE = {"fn_name": "add", "inputs": ["1\n2", '"x"\n"y"'], "outputs": ["3", '"xy"']}
-ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"]}
-CHECKED = {
-    "import_prefix": "from typing import *\n\n",
-    "test_code": (
-        "def check(candidate):\n    assert candidate(1, 2) == 3\n\n    assert candidate(0, 0) == 0"
-    ),
-    "entry_point": "Solution().add",
-}
-SOLUTION = "class Solution:\n    def add(self, a: Any, b: Optional[int]):\n        return a + b"
+HALF = (fenced("print(3)"), LINES)
+"""It passes one of two tests."""
 
 
-def response(program: str, tests: object) -> Response:
-    answer = tests if isinstance(tests, str) else json.dumps(tests)
-    return Response(f"I think:\n```python\n{program}\n```\nDone.", answer)
-
-
-def graded(*cases: tuple[str, object], **program: object) -> list[tuple[float, str]]:
-    """Reward and reason of each program."""
+def graded(*rows: tuple[str, str], **program: object) -> list[Score]:
+    """The score of each response to tests."""
     section = {**SECTION, "program": {**SECTION["program"], **program}}
-    alone, _ = score(section, *(response(*case) for case in cases))
-    return [(s.reward, s.reason) for s in alone]
-
-
-def test_programs_pass_tests_of_every_form() -> None:
-    right = [
-        (SUM_OF_LINE, LINES),
-        (ADD, CALLS),
-        (SOLUTION, CALLS),
-        (ADD, LIVE),
-        (ADD, ASSERTS),
-        (ADD, ASSERTS["assert_case"]),
-        (ADD, "assert add(2, 2) == 4"),
-        (SOLUTION, CHECKED),
-        ("print(6 * 7)", "42"),
-        ("print(f'{1 / 3:.9f} ok  ')", "0.3333333 ok"),
-    ]
-    assert graded(*right) == [(1.0, "passed")] * len(right)
-
-
-def outcomes(*rows: tuple[str, str]) -> list[tuple[float, str]]:
-    """Reward and reason of each response."""
-    section = {**SECTION, "program": {"sandbox": {"timeout_s": 20}}}
     alone, _ = score(section, *(Response(text, answer) for text, answer in rows))
-    return [(s.reward, s.reason) for s in alone]
+    return alone
 
 
-@pytest.mark.parametrize("rows", [EXTRACTION, NAMES, NUMBERS, GUARDS])
+def outcomes(*rows: tuple[str, str], **program: object) -> list[tuple[float, str]]:
+    """Reward and reason of each response."""
+    return [(s.reward, s.reason) for s in graded(*rows, **program)]
+
+
+@pytest.mark.parametrize("rows", RIGHT)
 def test_right_programs_score_1(rows: dict[str, tuple[str, str]]) -> None:
     assert dict(zip(rows, outcomes(*rows.values()), strict=True)) == dict.fromkeys(
         rows, (1.0, "passed")
@@ -107,7 +71,9 @@ def test_a_module_of_tests_is_run_whole() -> None:
 
 @pytest.mark.parametrize("reason", WRONG)
 def test_responses_that_are_wrong_or_cheat_score_0(reason: str) -> None:
-    assert outcomes(*WRONG[reason]) == [(0.0, reason)] * len(WRONG[reason])
+    sandbox = {"timeout_s": 2 if reason in ("timeout", "output") else 20}
+    rows = WRONG[reason]
+    assert outcomes(*rows, sandbox=sandbox) == [(0.0, reason)] * len(rows)
 
 
 def test_rows_whose_reference_holds_no_tests_are_refused_and_others_are_not() -> None:
@@ -117,11 +83,9 @@ def test_rows_whose_reference_holds_no_tests_are_refused_and_others_are_not() ->
             RowError, match="must hold tests of a program, got .*" + re.escape(reason)
         ):
             check_row(program, answer, {})
-    usable = [
-        answer for rows in (EXTRACTION, NAMES, NUMBERS, GUARDS) for _, answer in rows.values()
-    ]
+    usable = [answer for rows in RIGHT for _, answer in rows.values()]
     usable += [module(code) for code in TESTS.values()]
-    usable += ["42", "3 4\n5", "class A", "from here", json.dumps(json.dumps(LINES))]
+    usable += ["42", "3 4\n5", "class A", "from here", json.dumps(LINES)]
     for answer in usable:
         check_row(program, answer, {})
     gym = {"functions": [{"name": "gym", "function": "gym"}]}
@@ -138,33 +102,6 @@ def test_references_that_math_can_never_compare_are_refused() -> None:
         check_row(RewardConfig(), answer, {})
 
 
-def test_wrong_programs_fail_with_a_reason() -> None:
-    wrong = {
-        "wrong": [
-            ("print(3)", LINES),
-            ("print(3, 12)", {"inputs": [""], "outputs": ["3\n12"]}),
-            ("def add(a, b): return a", CALLS),
-            ("print(6 * 8)", "42"),
-            ("print('42.0000001')", "42"),
-            # It ends before the tests, with exit status 0.
-            ("import sys; sys.exit(0)", ASSERTS),
-            ("import os; os._exit(0)", LIVE),
-            ("print('passed'); raise SystemExit", CHECKED),
-        ],
-        "error": [
-            ("1 / 0", LINES),
-            (ADD.replace("+", "-"), ASSERTS),
-            (SOLUTION.replace("+", "-"), CHECKED),
-            ("def other(): pass", CALLS),
-            ("def add(", ASSERTS),
-        ],
-        "timeout": [("while True: pass", LINES)],
-        "output": [("while True: print('3' * 1000)", LINES)],
-    }
-    for reason, cases in wrong.items():
-        assert graded(*cases) == [(0.0, reason)] * len(cases)
-
-
 def test_the_last_block_after_thinking_counts() -> None:
     texts = {
         "```python\nprint(1)\n```\n```py\nprint(2)\n```": (1.0, "passed", True),
@@ -174,16 +111,14 @@ def test_the_last_block_after_thinking_counts() -> None:
         "```python\n```": (0.0, "no_program", False),
         "```python\n \n```": (0.0, "no_program", False),
     }
-    alone, _ = score(SECTION, *(Response(text, "2") for text in texts))
+    alone = graded(*((text, "2") for text in texts))
     assert [(s.reward, s.reason, s.answer_found) for s in alone] == list(texts.values())
 
 
 def test_a_share_of_the_tests_can_be_the_reward() -> None:
-    half = ("print(3)", LINES)
-    assert graded(half, score="share") == [(0.5, "wrong")]
-    assert graded(half, max_tests=1) == [(1.0, "passed")]
-    section = {**SECTION, "program": {**SECTION["program"], "score": "share"}}
-    [scored], _ = score(section, response(*half))
+    assert outcomes(HALF, max_tests=1) == [(1.0, "passed")]
+    [scored] = graded(HALF, score="share")
+    assert (scored.reward, scored.reason) == (0.5, "wrong")
     assert scored.metrics == {"code/passed_share": 0.5}
     assert scored.extracted == "print(3)\n"
 
@@ -194,7 +129,7 @@ def test_a_share_of_the_tests_can_be_the_reward() -> None:
 )
 def test_a_reference_without_tests_is_an_error(tests: object, message: str) -> None:
     with pytest.raises(FunctionFailedError, match=message):
-        graded(("print(1)", tests))
+        graded((fenced("print(1)"), json.dumps(tests)))
 
 
 def kill_monitors(times: int) -> None:
@@ -218,7 +153,7 @@ def test_a_lost_sandbox_is_no_wrong_answer() -> None:
     section = {**SECTION, "program": {"sandbox": {"timeout_s": 40}}}
     killer.start()
     with pytest.raises(FunctionFailedError, match="a sandbox was killed while a program ran"):
-        score(section, response("import time\ntime.sleep(30)", "1"))
+        score(section, Response(fenced("import time\ntime.sleep(30)"), "1"))
     killer.join()
 
 
@@ -235,4 +170,4 @@ def test_without_a_sandbox_the_start_fails_by_one_line(monkeypatch: pytest.Monke
     with pytest.raises(
         RewardError, match=r"'program' needs a sandbox: bubblewrap .*apt-get install"
     ):
-        score(SECTION, response("print(1)", "1"))
+        score(SECTION, Response(fenced("print(1)"), "1"))
