@@ -129,26 +129,13 @@ def test_a_service_sees_everything_of_a_response():
     with serving(service) as url:
         asyncio.run(run(url))
 
-    assert service.batches == [
-        [
-            {
-                "response": "yes",
-                "answer": "yes",
-                "sample": {
-                    "prompt_id": "p:1",
-                    "source": "sums",
-                    "prompt": "no?",
-                    "finish_reason": "stop",
-                    "num_tokens": 9,
-                    "num_turns": 2,
-                    "environment_tokens": 3,
-                },
-                "row": {"n": 1},
-                "turns": ["no", "sure?", "yes"],
-                "state": [1],
-            }
-        ]
-    ]
+    [[item]] = service.batches
+    sample = {
+        **{"prompt_id": "p:1", "source": "sums", "prompt": "no?", "finish_reason": "stop"},
+        **{"num_tokens": 9, "num_turns": 2, "environment_tokens": 3},
+    }
+    asked = {"response": "yes", "answer": "yes", "sample": sample, "row": {"n": 1}}
+    assert item == {**asked, "turns": ["no", "sure?", "yes"], "state": [1]}
 
 
 def test_a_result_may_have_metrics_and_a_reason():
