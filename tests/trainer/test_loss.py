@@ -34,7 +34,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
+CORRECTED = CLIP | {"behaviour": "recomputed", "correction": {"kind": "token", "cap": 4.0}}
 OTHERS: dict[str, dict[str, Any]] = {
+    "corrected": CORRECTED,
     **{name: {"objective": name} for name in ("ce_gppo", "dcpo", "gspo", "opsm")},
     "m2po of high entropy": {"objective": "m2po", "entropy_share": 0.5},
 }
@@ -138,32 +140,33 @@ def test_the_trainers_loss_and_gradients_equal_float64_autograd(
 
 
 def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups) -> None:
-    stage = make_stage(groups, CLIP | {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.5})
+    stage = make_stage(groups, CORRECTED | {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.5})
     loss, report = trainers_loss(
         stage,
         {
-            "logprob_T": torch.tensor([2.0, 0.5, 4.0, 1.0, 2.0]).log(),
-            "behaviour_logprob_T": torch.zeros(5),
-            "advantage_T": torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]),
-            "mask_T": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0]),
-            "loss_weight_T": torch.full((5,), 0.25),
-            "entropy_T": torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
-            "version_T": torch.tensor([5, 4, 3, 5, 0]),
+            "logprob_T": torch.tensor([2.0, 0.5, 4.0, 1.0, 1.0, 2.0]).log(),
+            "behaviour_logprob_T": torch.zeros(6),
+            "advantage_T": torch.tensor([1.0, -1.0, -1.0, 1.0, 0.0, 1.0]),
+            "mask_T": torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
+            "loss_weight_T": torch.full((6,), 0.25),
+            "importance_T": torch.tensor([1.0, 8.0, 2.0, 0.5, 1.0, 9.0]),  # at most 4
+            "entropy_T": torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 5.0]),
+            "version_T": torch.tensor([5, 4, 3, 5, 5, 0]),
         },
         UpdateContext(num_updates=5, rollout_version=5, num_samples=16),
     )
-    # −1.25 + 0.75 + 3 − 1 = 1.5, a quarter of it; entropy 10 · 0.25 · 0.5
-    assert loss.item() == pytest.approx(0.375 - 1.25, abs=1e-6)
+    # −1.25 · 1 + 0.75 · 4 + 3 · 2 − 1 · 0.5 = 7.25, a quarter of it; entropy 10 · 0.25 · 0.5
+    assert loss.item() == pytest.approx(1.8125 - 1.25, abs=1e-6)
     reported = sums_by_name(stage, report)
     # r − 1 − log r: (1 − ln 2) + (−0.5 + ln 2) + (3 − 2 ln 2) + 0
     assert reported.pop("kl_behaviour") == pytest.approx(3.5 - 2 * math.log(2), abs=1e-6)
-    # |ln r| of the first and the fourth token
+    # |ln r| of the first token; that of the fourth and fifth is 0
     assert reported.pop("mismatch_abs") == pytest.approx(math.log(2), abs=1e-6)
     assert reported == {
-        "tokens": 4,
+        "tokens": 5,
         "positive_tokens": 2,
         "negative_tokens": 2,
-        "policy_loss": pytest.approx(0.375, abs=1e-6),
+        "policy_loss": pytest.approx(1.8125, abs=1e-6),
         "positive_contribution": pytest.approx(1.25 + 1, abs=1e-6),
         "negative_contribution": pytest.approx(0.75 + 4, abs=1e-6),
         "positive_clipped": 1,
@@ -171,9 +174,13 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups) -> None:
         "negative_doubled": 1,
         "entropy": 10,
         "staleness": 1 + 2,
-        "mismatch_tokens": 2,
+        "mismatch_tokens": 3,
         "nonfinite_tokens": 0,
         "nonfinite_losses": 0,
+        "corrected_tokens": 5,
+        "correction_weight": 1 + 4 + 2 + 0.5 + 1,
+        "correction_capped": 1,
+        "correction_masked": 0,
         "high": 1,
         "low": 1,
         "dual": 1,
@@ -181,23 +188,8 @@ def test_what_a_batch_computed_by_hand_reports(groups: ProcessGroups) -> None:
     assert dict(zip(stage.numbers.max_names, report.maxima.tolist(), strict=True)) == {
         "rollout/staleness_max": 2,
         "mismatch/logprob_abs_max": pytest.approx(math.log(2), abs=1e-6),
+        "correction/weight_max": 8,
     }
-
-
-def test_a_token_without_advantage_is_neither_positive_nor_negative(groups: ProcessGroups) -> None:
-    stage = make_stage(groups, CLIP | {"entropy_coefficient": 0.5})
-    batch = {
-        "logprob_T": torch.zeros(4),
-        "behaviour_logprob_T": torch.zeros(4),
-        "advantage_T": torch.tensor([1.0, 0.0, -1.0, -1.0]),
-        "mask_T": torch.ones(4),
-        "loss_weight_T": torch.full((4,), 0.25),
-        "entropy_T": torch.ones(4),
-    }
-    _, report = trainers_loss(stage, batch)
-    reported = sums_by_name(stage, report)
-    counts = [reported[f"{which}tokens"] for which in ("", "positive_", "negative_")]
-    assert counts == [4, 1, 2]
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])

@@ -1,4 +1,7 @@
-"""Every rank learns of faults before an optimizer step, and of sums at the end of the step."""
+"""Every stage learns of faults before an optimizer step, and of sums at the end of the step.
+
+``test_layouts.py`` has the sums of data-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +47,6 @@ def reduce_on_two_stages(
         ]
         decided = LossInputs((MICRO_BATCH, MICRO_BATCH), faults=torch.tensor(collected))
         return _read(stage, updates, decided, staged)
-
-
-def reduce_over_data_ranks() -> dict[str, Any]:
-    """Two data-parallel ranks with one micro-batch each, and one search for both."""
-    with joined() as groups:
-        stage = make_stage(groups, {})
-        updates = [[_report(stage, scale + groups.rank, 0.0, False)] for scale in (1.0, 4.0)]
-        faults = torch.tensor([groups.rank + 1, 2])
-        inputs = LossInputs((MICRO_BATCH,), _bounds(3.0), faults=faults)
-        return _read(stage, updates, inputs, groups)
 
 
 def compare_on_two_stages() -> list[list[float]]:
@@ -141,12 +134,3 @@ def test_faults_of_the_last_stage_and_of_its_collection_pass_reach_the_other_sta
 def test_all_stages_learn_whether_a_prediction_was_wrong() -> None:
     for remarks in run_ranks(compare_on_two_stages, 2):
         assert remarks == [[0, 0], [1, 0]]
-
-
-def test_sums_are_added_and_maxima_compared_over_data_parallel_ranks() -> None:
-    for rank in run_ranks(reduce_over_data_ranks, 2):
-        assert rank["tokens"] == [3, 9]
-        assert rank["effective"] == [1.6, 1.6]  # the sum over ranks
-        assert rank["oldest"] == [2, 5]
-        assert rank["faults"] == [0, 0, 3, 4, 0]
-        assert rank["low"] == [[3], [3]]
