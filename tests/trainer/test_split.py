@@ -5,6 +5,8 @@ Shape legend: R = tokens of one response, T = sampled tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -135,18 +137,15 @@ def test_global_denominators_count_only_tokens_that_train(
         assert weights[sample] == pytest.approx([1 / divisor] * len(weights[sample]), rel=1e-6)
     assert weights[1] == pytest.approx([0, 0, 1 / partial, 1 / partial], rel=1e-6)
     assert (update.counts["response_tokens"], update.counts["unmasked_tokens"]) == (15, 11)
+    # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
+    lengths = (update.counts["positive_length"], update.counts["negative_length"])
+    assert lengths == (3.0, 12.0)
 
 
-def test_responses_that_do_not_train_are_not_computed() -> None:
-    (update,) = _split({"max_age": 3, "measure": "oldest"})
-    (micro_batch,) = update.micro_batches
-    assert set(micro_batch.sample_T.tolist()) == {0, 2, 3, 5}
+def test_responses_that_are_too_old_are_not_computed_and_stay_in_the_baseline() -> None:
+    (update,) = _split({"max_age": 3, "measure": "oldest"}, advantage="grpo_no_std")
+    assert _advantages(update) == pytest.approx({0: 2 / 3, 2: -1 / 3, 3: 2 / 3, 5: -1 / 3})
     assert update.counts["packing_real"] == 9 + 4 * 2
-
-
-def test_masked_responses_stay_in_the_baseline_of_their_group() -> None:
-    (masked,) = _split({"max_age": 3, "measure": "oldest"}, advantage="grpo_no_std")
-    assert _advantages(masked) == pytest.approx({0: 2 / 3, 2: -1 / 3, 3: 2 / 3, 5: -1 / 3})
 
 
 def test_an_update_whose_tokens_are_all_too_old_has_nothing_to_compute() -> None:
@@ -219,21 +218,6 @@ def _episodes() -> RolloutBatch:
     return batch
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
-def test_what_an_environment_wrote_changes_no_weight_and_no_length(aggregation: str) -> None:
-    algorithm = {"loss_aggregation": aggregation, "token_sum_norm_constant": 4.0}
-    limit = {"max_age": 3, "measure": "token"}
-    (plain,) = _split(limit, **algorithm)
-    (update,) = _split(limit, _episodes(), **algorithm)
-
-    assert _weights_by_sample(update) == _weights_by_sample(plain)
-    assert _tokens(update) == _tokens(plain)
-    # The first response of each group is right: 2 and 1 tokens. The others have 4, 3, 2 and 3.
-    lengths = (update.counts["positive_length"], update.counts["negative_length"])
-    assert lengths == (3.0, 12.0)
-    assert update.counts["packing_real"] == plain.counts["packing_real"] + 7 + 3 + 4
-
-
 @pytest.mark.parametrize(("reason", "masked"), [("length", 1), ("turns", 2), ("environment", 5)])
 def test_episodes_that_ended_for_a_masked_reason_stay_in_the_baseline(
     reason: str, masked: int
@@ -281,8 +265,9 @@ def _branched() -> RolloutBatch:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
 @pytest.mark.parametrize("measure", ["token", "mean", "oldest"])
 @pytest.mark.parametrize("advantage", ["grpo", "opo", "reinforce_pp"])
-def test_an_episode_in_several_sequences_keeps_weight_length_age_and_advantage(
-    aggregation: str, measure: str, advantage: str
+@pytest.mark.parametrize("batch_of", [_episodes, _branched])
+def test_the_same_tokens_in_turns_or_sequences_keep_weight_length_age_and_advantage(
+    batch_of: Callable[[], RolloutBatch], aggregation: str, measure: str, advantage: str
 ) -> None:
     algorithm = {
         "loss_aggregation": aggregation,
@@ -291,7 +276,7 @@ def test_an_episode_in_several_sequences_keeps_weight_length_age_and_advantage(
     }
     limit = {"max_age": 3, "measure": measure}
     (plain,) = _split(limit, **algorithm)
-    (update,) = _split(limit, _branched(), **algorithm)
+    (update,) = _split(limit, batch_of(), **algorithm)
 
     weights, expected = (
         {number: [w for w in weight_Q if w] for number, weight_Q in _weights_by_sample(u).items()}
@@ -304,34 +289,28 @@ def test_an_episode_in_several_sequences_keeps_weight_length_age_and_advantage(
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "grpo_no_std", "rloo"])
-@pytest.mark.parametrize("parts", [(3,), (1, 2, 1), ()], ids=["a turn", "two turns", "dead"])
-def test_a_branch_more_changes_no_advantage(advantage: str, parts: tuple[int, ...]) -> None:
-    batch = _batch()
+@pytest.mark.parametrize(
+    ("parts", "version", "num_trained"),
+    [((3,), 10, 3), ((1, 2, 1), 10, 2), ((), 10, 0), ((3,), 4, 0)],
+    ids=["a turn", "two turns", "dead", "too old"],
+)
+def test_a_branch_more_changes_no_advantage(
+    advantage: str, parts: tuple[int, ...], version: int, num_trained: int
+) -> None:
+    batch, limit = _batch(), {"max_age": 3, "measure": "token"}
     branch = add_branch(batch.samples[1], parts, shared_tokens=2)
-    branch.versions = spans_of([10] * branch.num_sampled)
+    branch.versions = spans_of([version] * branch.num_sampled)
 
-    (plain,) = _split({}, advantage=advantage)
-    (update,) = _split({}, batch, advantage=advantage)
+    (plain,) = _split(limit, advantage=advantage)
+    (update,) = _split(limit, batch, advantage=advantage)
 
     assert _advantages(update) == _advantages(plain)
-    num_more = 0 if parts == () else len(branch.behaviour_logprobs)
-    assert update.counts["computed_tokens"] == 15 + num_more
-    # The branch is sequence 2 of the batch; without a token that trains it is not computed.
-    assert update.computed == ((0, 1, 3, 4, 5, 6) if parts == () else (0, 1, 2, 3, 4, 5, 6))
-    assert update.responses == tuple(range(6))
-
-
-def test_a_branch_that_is_too_old_is_not_computed_and_changes_no_baseline() -> None:
-    batch = _batch()
-    branch = add_branch(batch.samples[1], (3,), shared_tokens=2)
-    branch.versions = spans_of([4] * 3)
-    limit = {"max_age": 3, "measure": "token"}
-
-    (plain,), (update,) = _split(limit), _split(limit, batch)
-
-    assert _weights_by_sample(update) == _weights_by_sample(plain)
-    assert _advantages(update) == _advantages(plain)
-    assert update.computed == (0, 1, 3, 4, 6)
+    num_unmasked = plain.counts["unmasked_tokens"]
+    assert update.counts["unmasked_tokens"] == num_unmasked + num_trained
+    # The branch is sequence 2 of the batch. Sequence 5, the second response of the second group, is
+    # too old.
+    assert update.computed == ((0, 1, 2, 3, 4, 6) if num_trained else (0, 1, 3, 4, 6))
+    assert update.responses == plain.responses
 
 
 def test_a_rank_gets_its_own_micro_batches() -> None:
