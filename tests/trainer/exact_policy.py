@@ -76,6 +76,15 @@ class ExactPolicy:
         mask = torch.cat(self.masks)
         return (mask * torch.cat(list(losses))).sum() / mask.sum()
 
+    def episode_mean(self, losses: Sequence[Tensor]) -> Tensor:
+        """Mean over episodes of the mean of losses [R] over their tokens with mask 1."""
+        means = []
+        for owner in dict.fromkeys(self.owners):
+            parts = [i for i, number in enumerate(self.owners) if number == owner]
+            mask = torch.cat([self.masks[i] for i in parts])
+            means.append((mask * torch.cat([losses[i] for i in parts])).sum() / mask.sum())
+        return torch.stack(means).mean()
+
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         self.model.zero_grad()
         loss.backward(retain_graph=True)
