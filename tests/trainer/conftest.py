@@ -9,7 +9,7 @@ import yaml
 
 from bapo_megatron.data.dump import read_batch
 from tests.launch import Launched
-from tests.trainer.dumps import MANY_STEPS, replay_settings, write_dumps
+from tests.trainer.dumps import MANY_STEPS, make_random_model, replay_settings, write_dumps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,6 +49,14 @@ def branch_dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path) ->
     root = tmp_path_factory.mktemp("branches")
     shape = {"groups": 2, "samples_per_group": 4, "episodes": True, "branches": True}
     return write_dumps(root, random_model, steps=1, **shape) / "step_000001.parquet"
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model than ``random_model``, of the same tokens."""
+    return make_random_model(
+        tmp_path_factory.mktemp("other"), hidden_size=48, initializer_range=0.1
+    )
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
 from bapo_megatron.config.load import load_config
+from bapo_megatron.data.token_dump import read_token_dump
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.trainer.checkpointing import Checkpoints
 from tests.distributed_launch import take_port
@@ -48,6 +50,8 @@ class Outcome:
     """Metrics of each step."""
     weights: dict[str, Tensor]
     """Weights of the exported model."""
+    tokens: dict[str, dict[str, np.ndarray]]
+    """Columns of the tokens of each update, by the name of their file."""
 
 
 # What is in several of them is not a case of its own.
@@ -88,30 +92,61 @@ CASES = (
 )
 
 
-def with_references(num_ranks: int) -> tuple[Case, ...]:
+OTHER_MODEL = "OTHER_MODEL"
+"""Stands for another model than the policy, of the same tokens."""
+KL = ("algorithm.kl.coefficient=0.3", f"algorithm.kl.reference.path={OTHER_MODEL}")
+FROZEN = {
+    "KL loss": KL,
+    "KL in the reward": (*KL, "algorithm.kl.where=reward", "algorithm.kl.kind=k1"),
+    "teacher": (
+        "algorithm.distillation.coefficient=0.2",
+        f"algorithm.distillation.teacher={{path: {OTHER_MODEL}, memory: host}}",
+    ),
+    "own reference": (
+        "algorithm.kl.coefficient=1",
+        "algorithm.updates_per_batch=1",
+        "optimizer.warmup_updates=0",
+    ),
+}
+"""Overrides of algorithms with a frozen model."""
+DIVIDED = ("TP 2, SP", "PP 2, VPP 2", "CP 2, chunked logits", "DP 2, uneven")
+FROZEN_CASES = tuple(
+    Case(f"{case.name}, {name}", case.ranks, case.overrides, case.dumps, algorithm)
+    for case in CASES
+    if case.name in DIVIDED
+    for name, algorithm in FROZEN.items()
+)
+
+
+def with_references(num_ranks: int, every: tuple[Case, ...] = CASES) -> tuple[Case, ...]:
     """The cases of so many ranks; with 1, also what all cases are compared with."""
-    references = tuple({case.reference.name: case.reference for case in CASES}.values())
-    cases = tuple(case for case in CASES if case.ranks == num_ranks)
+    references = tuple({case.reference.name: case.reference for case in every}.values())
+    cases = tuple(case for case in every if case.ranks == num_ranks)
     return (*references, *cases) if num_ranks == 1 else cases
 
 
 def train_in(
-    cases: tuple[Case, ...], config: Path, dumps: dict[str, Path], root: Path
+    cases: tuple[Case, ...],
+    config: Path,
+    dumps: dict[str, Path],
+    root: Path,
+    other_model: Path | None = None,
 ) -> dict[str, Outcome]:
     """Train in each layout; returns the outcomes by the layouts' names, on every rank."""
     outcomes = {}
     for number, case in enumerate(cases):
         take_port()
         run_dir = root / str(number)
-        overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}"]
+        overrides = [f"run_dir={run_dir}", f"replay={dumps[case.dumps]}", "train.dump_tokens=1"]
         overrides += [*case.overrides, *case.algorithm]
         steps = len(list(dumps[case.dumps].glob("step_*.parquet")))
         overrides += [f"train.steps={steps}", "log.console=false"]
-        loaded = load_config(config, overrides)
+        loaded = load_config(config, [o.replace(OTHER_MODEL, str(other_model)) for o in overrides])
         with mock.patch.object(Checkpoints, "save"):  # it takes longer than the training
             train_whole_run(loaded)
         outcomes[case.name] = Outcome(
             rows=read_metrics(run_dir / "metrics.jsonl"),
             weights=load_file(run_dir / "hf" / "model.safetensors"),
+            tokens={path.name: read_token_dump(path) for path in (run_dir / "tokens").iterdir()},
         )
     return outcomes

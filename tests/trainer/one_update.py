@@ -19,8 +19,12 @@ from bapo_megatron.config.megatron import (
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
+from bapo_megatron.policy.frozen import FrozenModel
+from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.trainer.policy_output import PolicyOutput
+from bapo_megatron.trainer.scorers import FrozenScorer
 from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import MicroBatch
@@ -46,6 +50,8 @@ class Case:
     budget: int = 64
     """Tokens of a micro-batch."""
     dtype: str = "float32"
+    teacher: Path | None = None
+    """Model whose hidden states a scorer keeps, for a loss over the vocabulary."""
     zero_advantage: ZeroAdvantage | None = None
     """What becomes of responses with A = 0; None: what the objective declares."""
     watches_output: bool = False
@@ -75,6 +81,8 @@ def build_trainer(
         total_updates=100,
         hidden=ops.logits_chunk_tokens > 0,
     )
+    if case.teacher is not None:
+        options["scorers"] = (_teacher_scorer(case.teacher, ops, parallel, groups),)
     train = TrainConfig(max_tokens_per_micro_batch=case.budget)
     trainer = BatchTrainer(
         state=state,
@@ -90,6 +98,20 @@ def build_trainer(
     if case.zero_advantage is not None:
         trainer._stage.zero_advantage = case.zero_advantage
     return trainer
+
+
+def _teacher_scorer(
+    path: Path, ops: OpsConfig, parallel: ParallelConfig, groups: ProcessGroups
+) -> FrozenScorer:
+    def build() -> FrozenModel:
+        config = ModelConfig(path=path, dtype="float32")
+        model = Model.build(config, parallel, MegatronConfig(), groups, returns_hidden_states=True)
+        return FrozenModel.freeze(model, on_host=True, keeps_head=True)
+
+    def output_of(model: Model) -> PolicyOutput:
+        return PolicyOutput.of(model, ops, TEMPERATURE)
+
+    return FrozenScorer("teacher_logprob", build, output_of, keeps_hidden=True)
 
 
 def make_updates(

@@ -32,7 +32,7 @@ UNREPEATABLE = re.compile(
 """Metrics that depend on the clock."""
 
 
-def sampling_settings(directory: Path, model: Path, **sections: Any) -> dict[str, Any]:
+def sampling_settings(directory: Path, model_dir: Path, **sections: Any) -> dict[str, Any]:
     """Settings of a run that samples answers to sums of two digits, of which it makes the files.
 
     ``sections`` change some of the values, or add to them. A random model answers nothing: it is
@@ -44,7 +44,7 @@ def sampling_settings(directory: Path, model: Path, **sections: Any) -> dict[str
     settings: dict[str, Any] = {
         "name": "sums",
         "run_dir": str(directory / "run"),
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model_dir), "dtype": "float32"},
         "data": {"train": {"path": str(directory / "train.jsonl")}, "max_prompt_tokens": 32},
         "rollout": {
             "groups_per_step": 4,
@@ -68,6 +68,15 @@ def sampling_settings(directory: Path, model: Path, **sections: Any) -> dict[str
     return settings
 
 
+def write_run(directory: Path, model_dir: Path, **sections: Any) -> Path:
+    """Write ``sampling_settings`` of a run without TensorBoard; returns the file."""
+    settings = sampling_settings(
+        directory, model_dir, **{"log": {"tensorboard": False}, **sections}
+    )
+    (directory / "run.yaml").write_text(yaml.safe_dump(settings))
+    return directory / "run.yaml"
+
+
 def run_of_short_turns(
     directory: Path, model_dir: Path, rollout: dict[str, Any], reward: dict[str, str]
 ) -> Path:
@@ -79,7 +88,7 @@ def run_of_short_turns(
     shutil.copytree(model_dir, model)
     ends = {"eos_token_id": [1, *range(9, 260, 16)]}
     (model / "generation_config.json").write_text(json.dumps(ends))
-    settings = sampling_settings(
+    return write_run(
         directory,
         model,
         rollout={"engine": "local", "async_steps": 1, "oversample_groups": 2, **rollout},
@@ -87,11 +96,8 @@ def run_of_short_turns(
         reward={"functions": [reward], "workers": 1},
         train={"steps": 4},
         checkpoint={"every_steps": 1},
-        log={"tensorboard": False},
+        eval={"sets": []},
     )
-    del settings["eval"]
-    (directory / "run.yaml").write_text(yaml.safe_dump(settings))
-    return directory / "run.yaml"
 
 
 def train(

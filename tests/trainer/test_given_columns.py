@@ -142,6 +142,8 @@ def test_a_reference_that_is_not_needed_is_not_built_and_is_the_newest_when_it_i
     follows.after_step(3)
     follows.restore(3)
     assert frozen.loaded == ["step_000002", "step_000003", "step_000003"]
+    with pytest.raises(ValueError, match=r"/reference/step_000004: missing, .* restore it"):
+        follows.restore(4)
 
 
 def test_the_reference_of_a_checkpoint_that_is_still_written_is_kept(

@@ -1,48 +1,37 @@
-"""References and teachers in the trainer: against float64, over layouts, after a resume."""
+"""References and teachers in the trainer: against float64, in replays, after a resume.
+
+``test_layouts.py`` has whole runs with them in layouts.
+"""
 
 from __future__ import annotations
 
 import copy
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 
-from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.config.schema import OpsConfig
 from bapo_megatron.data.dump import read_batch, write_batch
-from bapo_megatron.policy.frozen import FrozenModel
-from bapo_megatron.policy.model import Model
 from bapo_megatron.telemetry.sinks import read_metrics
-from bapo_megatron.trainer.policy_output import PolicyOutput
-from bapo_megatron.trainer.scorers import FrozenScorer
-from bapo_megatron.trainer.split import SplitUpdate
-from tests.distributed_launch import joined, run_ranks
-from tests.policy.parity_ranks import hf_gradients
+from tests.distributed_launch import run_ranks
 from tests.policy.tiny_models import load_reference
-from tests.trainer.dumps import make_random_model, write_dump_shapes
 from tests.trainer.exact_policy import ExactPolicy
-from tests.trainer.layout_ranks import SEQUENCE, Case, Outcome, train_in
 from tests.trainer.one_update import (
     TEMPERATURE,
+    Case,
     Updates,
     assert_same_gradients,
-    build_trainer,
     make_updates,
+    make_updates_in_layouts,
 )
-from tests.trainer.one_update import Case as Update
 from tests.trainer.runs import (
     assert_same_training,
     differing_weights,
     exported_weights,
-    refusal,
     repeatable_rows,
-    sampling_settings,
     train,
+    write_run,
 )
 
 if TYPE_CHECKING:
@@ -55,14 +44,6 @@ pytestmark = pytest.mark.distributed
 
 COEFFICIENT = 0.3
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
-
-
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model than the policy, of the same tokens."""
-    return make_random_model(
-        tmp_path_factory.mktemp("other"), hidden_size=48, initializer_range=0.1
-    )
 
 
 # --- one update, against autograd in float64 ---
@@ -96,11 +77,11 @@ TEACHER = {"distillation": {"coefficient": COEFFICIENT, "teacher": {"path": "unu
 PLAIN = {"objective": "none", "entropy_coefficient": 0.0}
 """The loss −A·r."""
 CASES = {
-    "none": Update(PLAIN),
-    **{kind: Update({**PLAIN, **_kl(kind)}) for kind in KL_KINDS},
-    **{f"reward {kind}": Update({**PLAIN, **_kl(kind, where="reward")}) for kind in KL_KINDS[:3]},
-    "teacher": Update({**PLAIN, **TEACHER}),
-    "teacher alone": Update({**PLAIN, **TEACHER, "advantage": "distill"}),
+    "none": Case(PLAIN),
+    **{kind: Case({**PLAIN, **_kl(kind)}) for kind in KL_KINDS},
+    **{f"reward {kind}": Case({**PLAIN, **_kl(kind, where="reward")}) for kind in KL_KINDS[:3]},
+    "teacher": Case({**PLAIN, **TEACHER}),
+    "teacher alone": Case({**PLAIN, **TEACHER, "advantage": "distill"}),
 }
 
 
@@ -230,60 +211,36 @@ def distilled(
             sample.columns[name] = sample.columns[name].astype(dtype)
     dump = tmp_path_factory.mktemp("top") / "step_000001.parquet"
     write_batch(dump, batch)
-    return {
-        name: run_ranks(distill, ranks, random_model, other_model, dump, sizes)[0]
-        for name, ranks, sizes in (
-            ("one rank", 1, {}),
-            ("TP 2, SP", 2, {"tensor": 2, "sequence": True}),
-            ("CP 2", 2, {"context": 2}),
-            ("PP 2", 2, {"pipeline": 2}),
-        )
+    cases = {loss: _distilling(loss, other_model) for loss in LOSSES}
+    made: dict[str, Updates] = {}
+    for ranks in (1, 2):
+        layouts = {n: (sizes, cases) for n, (num, sizes) in LAYOUTS.items() if num == ranks}
+        made |= run_ranks(make_updates_in_layouts, ranks, random_model, dump, layouts)[0]
+    return made
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "TP 2, SP": (2, {"tensor": 2, "sequence": True}),
+    "CP 2": (2, {"context": 2}),
+    "PP 2": (2, {"pipeline": 2}),
+}
+
+
+def _distilling(loss: str, teacher: Path) -> Case:
+    engine = "local" if loss == "top_k" else ""
+    distillation = {
+        "coefficient": COEFFICIENT,
+        "loss": loss,
+        "top_k": TOP_K,
+        "teacher": {"path": str(teacher), "engine": engine, "memory": "host"},
     }
-
-
-def distill(model_dir: Path, teacher: Path, dump: Path, sizes: dict[str, Any]) -> Updates:
-    """Make one update of each loss, on every rank of a layout."""
-    updates: Updates = {}
+    algorithm = {**PLAIN, "advantage": "distill", "distillation": distillation}
     ops = {"logits_chunk_tokens": 16}
-    with joined(**sizes) as groups:
-        for loss in LOSSES:
-            engine = "local" if loss == "top_k" else ""
-            distillation = {
-                "coefficient": COEFFICIENT,
-                "loss": loss,
-                "top_k": TOP_K,
-                "teacher": {"path": str(teacher), "engine": engine, "memory": "host"},
-            }
-            algorithm = {**PLAIN, "advantage": "distill", "distillation": distillation}
-
-            def build() -> FrozenModel:
-                model = Model.build(
-                    ModelConfig(path=teacher, dtype="float32"),
-                    ParallelConfig.model_validate(sizes),
-                    MegatronConfig(),
-                    groups,
-                    returns_hidden_states=True,
-                )
-                return FrozenModel.freeze(model, on_host=True, keeps_head=True)
-
-            def output_of(model: Model) -> PolicyOutput:
-                return PolicyOutput.of(model, OpsConfig.model_validate(ops), TEMPERATURE)
-
-            scorer = FrozenScorer("teacher_logprob", build, output_of, keeps_hidden=True)
-            trainer = build_trainer(
-                model_dir,
-                groups,
-                Update(algorithm, ops=ops),
-                sizes=sizes,
-                optimizer={"lr": 0.0, "clip_grad": 1e9},
-                scorers=() if engine else (scorer,),
-            )
-            (result,) = trainer.train(read_batch(dump))
-            updates[loss] = {"sums": result.sums, "gradients": hf_gradients(trainer.state)}
-    return updates
+    return Case(algorithm, ops=ops, teacher=None if engine else teacher)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP 2, SP", "CP 2", "PP 2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_divergence_over_the_vocabulary_and_its_gradient_are_exact(
     distilled: dict[str, Updates], divergences: dict[str, Any], loss: str, layout: str
@@ -296,91 +253,7 @@ def test_a_divergence_over_the_vocabulary_and_its_gradient_are_exact(
     assert_same_gradients(update["gradients"], expected)
 
 
-# --- whole runs from dumps, in layouts ---
-
-LAYOUTS = {
-    "TP 2, SP": (2, SEQUENCE),
-    "PP 2, VPP 2": (2, ("parallel.pipeline=2", "parallel.virtual_pipeline=2")),
-    "CP 2, chunked logits": (2, ("parallel.context=2", "ops.logits_chunk_tokens=16")),
-    "DP 2, uneven": (2, ()),
-}
-
-
-def _algorithms(other_model: Path) -> dict[str, tuple[str, ...]]:
-    kl = (f"algorithm.kl.coefficient={COEFFICIENT}", f"algorithm.kl.reference.path={other_model}")
-    teacher = f"algorithm.distillation.teacher={{path: {other_model}, memory: host}}"
-    return {
-        "loss": kl,
-        "reward": (*kl, "algorithm.kl.where=reward", "algorithm.kl.kind=k1"),
-        "teacher": ("algorithm.distillation.coefficient=0.2", teacher),
-    }
-
-
-@pytest.fixture(scope="module")
-def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
-    return write_dump_shapes(tmp_path_factory.mktemp("dumps"), random_model, steps=1)
-
-
-@pytest.fixture(scope="module")
-def trained(
-    tmp_path_factory: pytest.TempPathFactory,
-    replay_config: Path,
-    dumps: dict[str, Path],
-    other_model: Path,
-) -> dict[str, Outcome]:
-    """One step of two updates in each layout with each algorithm."""
-    outcomes: dict[str, Outcome] = {}
-    by_ranks: dict[int, list[Case]] = {1: [], 2: []}
-    for name, overrides in _algorithms(other_model).items():
-        for shape in ("mixed", "uneven"):
-            by_ranks[1].append(
-                Case(f"{name}, one rank, {shape}", 1, dumps=shape, algorithm=overrides)
-            )
-        for layout, (ranks, sizes) in LAYOUTS.items():
-            shape = "uneven" if "uneven" in layout else "mixed"
-            by_ranks[ranks].append(Case(f"{name}, {layout}", ranks, sizes, shape, overrides))
-    for ranks, cases in by_ranks.items():
-        root = tmp_path_factory.mktemp(f"ranks_{ranks}")
-        outcomes |= run_ranks(
-            train_in, ranks, tuple(cases), replay_config, dumps, root, timeout_s=500
-        )[0]
-    return outcomes
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["loss", "reward", "teacher"])
-def test_a_layout_trains_like_one_rank(trained: dict[str, Outcome], name: str, layout: str) -> None:
-    shape = "uneven" if "uneven" in layout else "mixed"
-    outcome, expected = trained[f"{name}, {layout}"], trained[f"{name}, one rank, {shape}"]
-    (row,), (reference,) = outcome.rows, expected.rows
-    kl = "kl/teacher" if name == "teacher" else "kl/reference"
-    assert abs(row[kl]) > 0.1  # k1 of a teacher may be negative
-    for metric in (kl, "loss/policy", "policy/grad_norm", "policy/kl_behaviour"):
-        assert row[metric] == pytest.approx(reference[metric], rel=1e-5, abs=1e-5), metric
-    for weight, value in expected.weights.items():
-        assert (outcome.weights[weight] - value).abs().max() < 1e-4, weight
-
-
-def test_scorers_change_what_is_trained(trained: dict[str, Outcome]) -> None:
-    norms = {
-        trained[f"{name}, one rank, mixed"].rows[0]["policy/grad_norm"]
-        for name in ("loss", "reward", "teacher")
-    }
-    assert len(norms) == 3
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [(), SEQUENCE, ("parallel.pipeline=2",), ("parallel.context=2", "ops.logits_chunk_tokens=16")],
-    ids=["one rank", "TP 2, SP", "PP 2", "CP 2, chunked"],
-)
-def test_the_policy_at_the_start_is_its_own_reference_bit_for_bit(
-    tmp_path: Path, replay_config: Path, overrides: tuple[str, ...]
-) -> None:
-    first = ("train.steps=1", "algorithm.updates_per_batch=1", "optimizer.warmup_updates=0")
-    first = (*first, "algorithm.kl.coefficient=1")
-    rows = train(replay_config, tmp_path / "run", *first, *overrides, ranks=2 if overrides else 1)
-    assert rows[0]["kl/reference"] == 0.0
+# --- whole runs ---
 
 
 def test_a_coefficient_of_0_is_the_run_without_a_reference(
@@ -397,18 +270,13 @@ def test_a_coefficient_of_0_is_the_run_without_a_reference(
     for row in rows:
         del row["kl/reference"]
     assert rows == repeatable_rows(tmp_path / "without")
-    weights = load_file(tmp_path / "without" / "hf" / "model.safetensors")
-    for name, weight in load_file(tmp_path / "measured" / "hf" / "model.safetensors").items():
-        assert weight.equal(weights[name])
-
-
-# --- dumps ---
+    assert not differing_weights(tmp_path / "measured", exported_weights(tmp_path / "without"))
 
 
 def test_a_scored_dump_replays_without_the_models(
     tmp_path: Path, random_model: Path, other_model: Path
 ) -> None:
-    settings = sampling_settings(
+    config = write_run(
         tmp_path,
         random_model,
         rollout={"engine": "local"},
@@ -418,10 +286,7 @@ def test_a_scored_dump_replays_without_the_models(
             "distillation": {"coefficient": 0.1, "teacher": {"path": str(other_model)}},
         },
         eval={"sets": []},
-        log={"tensorboard": False},
     )
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(settings))
     train(config, tmp_path / "run")
     replayed = (
         f"replay={tmp_path / 'run' / 'rollouts'}",
@@ -446,28 +311,6 @@ def test_a_scored_dump_replays_without_the_models(
             assert np.allclose(values, others, rtol=0, atol=1e-5)
 
 
-def test_samples_that_the_dump_lacks_are_scored_again(episode_dump: Path) -> None:
-    batch = read_batch(episode_dump)
-    for sample in batch.samples:
-        sample.columns = {"reference_logprob": np.full(sample.num_sampled, -1.0, np.float32)}
-    batch.samples[2].columns["reference_logprob"][:] = np.nan  # A = 0, and only measured
-
-    def build() -> FrozenModel:
-        raise LookupError("the reference is needed")
-
-    def output_of(model: Model) -> PolicyOutput:
-        raise AssertionError("no model was built")
-
-    scorer = FrozenScorer("reference_logprob", build, output_of)
-    without = (SplitUpdate({}, (0, 1), computed=(0, 1)), SplitUpdate({}, (2, 3), computed=(3,)))
-    assert scorer.score(without, batch) == without
-    with pytest.raises(LookupError, match="the reference is needed"):
-        scorer.score((SplitUpdate({}, (2, 3), computed=(2, 3)),), batch)
-
-
-# --- resumes ---
-
-
 def test_a_reference_that_follows_the_policy_is_the_same_after_a_resume(
     tmp_path: Path, replay_config: Path
 ) -> None:
@@ -482,16 +325,3 @@ def test_a_reference_that_follows_the_policy_is_the_same_after_a_resume(
     train(replay_config, tmp_path / "same", *saved, "train.steps=3")
     train(replay_config, tmp_path / "same", *saved, "resume=true")
     assert_same_training(tmp_path / "same", tmp_path / "whole")
-
-
-def test_a_reference_that_is_gone_ends_the_resume_in_one_line(
-    tmp_path: Path, replay_config: Path
-) -> None:
-    follows = ("algorithm.kl.coefficient=0.1", "algorithm.kl.reference.update_every=2")
-    saved = ("checkpoint.every_steps=3", "optimizer.schedule=constant", *follows)
-    train(replay_config, tmp_path / "run", *saved, "train.steps=3")
-    shutil.rmtree(tmp_path / "run" / "reference")
-    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", *saved, "resume=true"]
-    status, line = refusal(arguments)
-    assert status == 1
-    assert line.startswith(f"{tmp_path}/run/reference/step_000002: missing, the reference of the ")

@@ -98,9 +98,11 @@ def test_a_step_without_an_update_is_compared_with_the_engine_all_the_same(
     all_equal = tmp_path / half_equal.name
     write_batch(all_equal, batch)
     ranks = 2 if sizes else 1
-    cases = {
+    cases: dict[Any, Case] = {
         budget: Case({**NO_BONUS, "updates_per_batch": 2}, budget=budget) for budget in (512, 64)
     }
+    anchored = {**NO_BONUS, "objective": f"{OWN}:Anchor", "updates_per_batch": 2}
+    cases["trains all"] = Case(anchored, budget=512)
     equal = run_ranks(make_updates, ranks, random_model, all_equal, sizes, cases)
     trained = Case(NO_BONUS, budget=512, zero_advantage="trained")
     reference = run_ranks(make_updates, 1, random_model, half_equal, {}, {0: trained})[0][0]
@@ -112,6 +114,7 @@ def test_a_step_without_an_update_is_compared_with_the_engine_all_the_same(
         assert rank[512]["sums"]["mismatch_abs"] == measured
         largest = reference["maxima"]["mismatch/logprob_abs_max"]
         assert rank[512]["maxima"] == {"mismatch/logprob_abs_max": pytest.approx(largest, rel=1e-4)}
+        assert rank["trains all"]["optimizer_steps"] == 2
         # A small micro-batch takes a part of the batch.
         part = rank[64]["sums"]["mismatch_tokens"]
         assert 0 < part < reference["sums"]["mismatch_tokens"]
