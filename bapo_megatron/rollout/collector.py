@@ -47,12 +47,12 @@ from bapo_megatron.reward.shaping import Shaping
 from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.buffer import BatchPlan
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import read_saved, write_saved
+from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection
 from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
 from bapo_megatron.rollout.servers import ColocatedServers, Membership
 from bapo_megatron.runtime import calls
@@ -105,8 +105,6 @@ class Collector:
         self._batches: BatchCollector
         """Idle if only evaluations run."""
         self._evaluator: Evaluator
-        self._evaluation: asyncio.Task[list[EvalResult] | None] | None = None
-        """The evaluation that runs beside the rollout."""
         self._wire_dir: Path
         self._writing: asyncio.Task[None] | None = None
         """Writes the newest state."""
@@ -179,15 +177,17 @@ class Collector:
         if request.for_training and distillation.has_engine:
             self._teacher = TeacherPool(distillation, run.rollout, renderer.vocab_size)
         sees_groups = bool(rewards.group_names)
+        plan = BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch)
         self._batches = BatchCollector(
+            Scheduler(
+                Selection(run.rollout, run.replay, plan),
+                PromptMixture(train_sets, run.seed, run.data.shuffle),
+                sees_groups=sees_groups,
+                wants_routes=run.algorithm.router_replay == "rollout",
+            ),
             Interaction(environment, renderer, episodes, agents=agents),
             Grader(renderer, rewards, shaping, sees_groups=sees_groups, teacher=self._teacher),
-            PromptMixture(train_sets, run.seed, run.data.shuffle),
-            run.rollout,
-            run.replay,
-            BatchPlan(run.seed, run.train.steps, run.algorithm.updates_per_batch),
             self._report,
-            wants_routes=run.algorithm.router_replay == "rollout",
         )
         sets = load_sets(run, renderer, warns=request.for_training)
         for overlap in find_overlaps(train_sets, [(s.name, s.prompts) for s in sets]):
@@ -237,7 +237,7 @@ class Collector:
         self._pool = EnginePool(engines, rollout, version)
         states = self._pool.states
         self._stack.push_async_callback(states.close)
-        self._stack.push_async_callback(self._cancel_evaluation)
+        self._stack.push_async_callback(self._evaluator.close)
         if self._config.eval.overlap and self._pool.stepper is not None:
             raise RolloutError(
                 f"eval.overlap: must be false with rollout.engine={rollout.engine}, whose decode "
@@ -277,29 +277,15 @@ class Collector:
 
     async def begin_evaluation(self, request: messages.Evaluate) -> None:
         """Answer ``messages.BEGIN_EVALUATION``."""
-        self._evaluator.runs_beside = True
-        self._evaluation = asyncio.create_task(self._evaluator.evaluate(self._pool, request))
+        self._evaluator.begin(self._pool, request)
 
     async def evaluate(self, request: messages.Evaluate) -> list[EvalResult] | None:
         """Answer ``messages.EVALUATE``."""
         await self._batches.wait_for_ahead()
-        await self._finish_evaluation()
-        overlapping, self._evaluation = self._evaluation, None
-        results = await (overlapping or self._evaluator.evaluate(self._pool, request))
+        results = await self._evaluator.complete(self._pool, request)
         if results is None:
             self._count_sync()
         return results
-
-    async def _finish_evaluation(self) -> None:
-        """Wait for the evaluation beside the rollout, for which nobody syncs weights any more."""
-        self._evaluator.runs_beside = False
-        if self._evaluation is not None:
-            await asyncio.wait([self._evaluation])
-
-    async def _cancel_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.cancel()
-            await asyncio.gather(self._evaluation, return_exceptions=True)
 
     async def save(self, path: Path) -> None:
         """Answer ``messages.SAVE``; write in a thread, so that generation continues."""
@@ -343,7 +329,8 @@ class Collector:
         rollouts = self._config.run_dir / "rollouts"
         if rollout.dump:  # first, so that every dump has its texts
             await asyncio.to_thread(write_texts, path, batch.step, texts)
-        if self._batches.wants_routes:  # read by ranks on all nodes, so never in ``_wire_dir``
+        if self._batches.scheduler.wants_routes:
+            # Read by ranks on all nodes, so never in ``_wire_dir``.
             await asyncio.to_thread(
                 write_routes, routes_path(rollouts, batch.step), batch.sequences
             )
@@ -354,7 +341,7 @@ class Collector:
             elif not rollout.dump:
                 await asyncio.to_thread(_remove_steps, rollouts / "routes", batch.step - 1)
         if self._colocated is not None:
-            await self._finish_evaluation()  # needs the servers
+            await self._evaluator.finish()  # needs the servers
             await self._colocated.release()
 
     def _batch_path(self, step: int) -> Path:

@@ -1,5 +1,6 @@
 """Evaluations, also beside a rollout (``eval.overlap``); finished samples are kept at once."""
 
+import asyncio
 import contextlib
 import time
 from collections import deque
@@ -34,10 +35,35 @@ class Evaluator:
     report: Callable[[str], None]
     is_interrupted: bool = False
     """End at once, as if no server held the weights; finished samples are kept."""
-    runs_beside: bool = False
+    _runs_beside: bool = False
     """Beside a rollout: show no progress, and leave it to the rollout to ask for lost weights."""
+    _task: asyncio.Task[list[EvalResult] | None] | None = None
+    """The evaluation that began beside a rollout."""
     _begun: str | None = None
     """``Evaluate.moment`` of an unfinished evaluation that this process began."""
+
+    def begin(self, pool: EnginePool, request: Evaluate) -> None:
+        """Begin an evaluation beside the rollout."""
+        self._runs_beside = True
+        self._task = asyncio.create_task(self.evaluate(pool, request))
+
+    async def finish(self) -> None:
+        """Wait for the evaluation beside the rollout, for which nobody syncs weights any more."""
+        self._runs_beside = False
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def complete(self, pool: EnginePool, request: Evaluate) -> list[EvalResult] | None:
+        """Return what ``evaluate`` does, of the evaluation that began beside the rollout if any."""
+        await self.finish()
+        beside, self._task = self._task, None
+        return await (beside or self.evaluate(pool, request))
+
+    async def close(self) -> None:
+        """Cancel the evaluation beside the rollout."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def evaluate(self, pool: EnginePool, request: Evaluate) -> list[EvalResult] | None:
         """Score every set with the weights that the servers hold; None once none holds them.
@@ -109,7 +135,7 @@ class Evaluator:
 
         def report() -> None:
             rate = describe_rate(episodes.generated_tokens, began_s)
-            if not self.runs_beside:
+            if not self._runs_beside:
                 self.report(f"evaluation: {num_done()}/{total} samples{rate}")
 
         # Keep sampling while others wait for graders or environments.
@@ -120,7 +146,7 @@ class Evaluator:
         try:
             with reporting(report):
                 while num_done() < total:
-                    needs_weights = pool.states.needs_weights and not self.runs_beside
+                    needs_weights = pool.states.needs_weights and not self._runs_beside
                     if needs_weights or self.is_interrupted:
                         return False
                     while waiting and num_begun - num_done() < max_in_progress:

@@ -9,8 +9,8 @@ from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutCo
 from bapo_megatron.environment.load import SingleTurn
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.rollout.batching import BatchCollector
-from bapo_megatron.rollout.buffer import BatchPlan
 from bapo_megatron.rollout.episodes import Interaction
+from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection
 from bapo_megatron.types import FinishReason, Prompt, SampleText
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import WRITTEN, FakePool, Request
@@ -89,15 +89,14 @@ def make_batches(
     report: Callable[[str], None] = lambda line: None,
 ) -> BatchCollector:
     """A batch collector that is not attached to a pool."""
-    return BatchCollector(
-        interaction or single_turn(),
-        grader,
-        prompts or make_stream(PROMPTS),
+    selection = Selection(
         RolloutConfig.model_validate(rollout),
         ReplayConfig.model_validate(replay or {}),
         BatchPlan(seed=0, total_steps=total_steps, updates_per_batch=updates),
-        report,
     )
+    prompts = prompts or make_stream(PROMPTS)
+    scheduler = Scheduler(selection, prompts, sees_groups=grader.sees_groups)
+    return BatchCollector(scheduler, interaction or single_turn(), grader, report)
 
 
 class Setup:

@@ -11,8 +11,9 @@ import pytest
 
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.rollout.batching import LoopLag, _same_answer_share
+from bapo_megatron.rollout.batching import LoopLag
 from bapo_megatron.rollout.buffer import PendingGroup
+from bapo_megatron.rollout.scheduling import same_answer_share
 from bapo_megatron.types import Prompt
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, settle
@@ -347,4 +348,4 @@ def test_the_share_of_solved_prompts_with_one_answer_counts_each_prompt_once(sol
 
     groups = [group(answer, 0.0, 1.0, 1.0) for answer in solved] + [group("9", 0.0)] * 3
 
-    assert _same_answer_share(groups) == share
+    assert same_answer_share(groups) == share

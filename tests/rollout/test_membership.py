@@ -63,7 +63,7 @@ class Run:
         """How many samples in the buffer have so many tokens."""
         return sum(
             episode.num_tokens == num_tokens
-            for group in self.batches._buffer
+            for group in self.batches.scheduler.buffer
             for episode in group.episodes
         )
 
@@ -123,7 +123,7 @@ async def test_servers_join_and_leave_in_the_middle_of_a_rollout(
             groups += check(await run.batches.collect(2, deliver))
             assert new.requests != []
             assert len(leaving.calls) == num_calls
-            buffer = run.batches._buffer
+            buffer = run.batches.scheduler.buffer
             assert len(set(groups)) == len(groups) == buffer.num_trained == 6
             assert (buffer.next_group_id, len(buffer), dict(buffer.dropped)) == (7, 1, {})
             assert [staying.version, new.version] == ["1", "1"]

@@ -339,7 +339,7 @@ class RolloutMachine(RuleBasedStateMachine):
     def every_prompt_is_accounted_for_exactly_once(self) -> None:
         if self.collecting is not None and self.collecting.done():
             return  # what the batch holds is counted as trained when the trainer takes it
-        buffer = self.batches._buffer
+        buffer = self.batches.scheduler.buffer
         assert len(self.trained) == len(set(self.trained)) == buffer.num_trained
         assert not set(self.trained) & set(buffer.groups)
         accounted = len(self.trained) + sum(buffer.dropped.values()) + len(buffer)

@@ -10,8 +10,8 @@ import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import Step
-from bapo_megatron.rollout.buffer import merge
 from bapo_megatron.rollout.episodes import Interaction
+from bapo_megatron.rollout.scheduling import merge
 from bapo_megatron.types import FinishReason, Group
 from tests.fakes.fake_pool import WRITTEN, part_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
