@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 
-from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.rollout import RolloutConfig, WeightSyncConfig
 from bapo_megatron.engine.base import BucketLayout, GroupPlace, WeightControl
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError, describe_cause
@@ -120,8 +120,175 @@ def _rms(values: np.ndarray) -> float:
     return math.sqrt(float(values @ values) / len(values))
 
 
+@dataclass(eq=False)
+class SyncGroup:
+    """Which servers take part in a weight sync, and which a failure is blamed on.
+
+    It neither calls nor waits. An attempt chooses ``members``, which join a collective group unless
+    they still share one; after a failure, ``blame`` says who is lost, and another attempt begins.
+    """
+
+    members: dict[PooledEngine, WeightControl] = field(default_factory=dict)
+    """The servers that take part, in the order of their ranks."""
+    name: str | None = None
+    """Of the collective group that servers have joined."""
+    is_shared: bool = False
+    """Whether this attempt uses the group of the previous weight sync."""
+    is_broken: bool = False
+    """Whether a call failed since the group was joined."""
+    joined: tuple[PooledEngine, ...] = ()
+    """Members of the collective group."""
+    left_out: set[PooledEngine] = field(default_factory=set)
+    """Servers that failed in this weight sync; used again only if no other answers."""
+
+    def eligible(self, engines: Iterable[PooledEngine]) -> list[PooledEngine]:
+        """Return the servers that may take part in the next attempt."""
+        answering = [entry for entry in engines if entry.is_answering]
+        return [entry for entry in answering if entry not in self.left_out] or answering
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nobody has left the collective group."""
+        # A server that was lost meanwhile has left it, or is another process.
+        return not self.is_broken and all(entry.is_usable for entry in self.joined)
+
+    def opened(self) -> Opened:
+        """Describe the members to rank 0."""
+        return Opened(
+            addresses=tuple(entry.address for entry in self.members),
+            num_ranks=tuple(control.tensor_ranks for control in self.members.values()),
+            gpus=tuple(entry.properties.gpus for entry in self.members),
+            share_group=self.is_shared,
+        )
+
+    def join(self, place: GroupPlace) -> dict[PooledEngine, GroupPlace]:
+        """Make the members a collective group; return their places after rank 0's."""
+        self.name, self.joined, self.is_broken = place.name, tuple(self.members), False
+        places, first_rank = dict[PooledEngine, GroupPlace](), 1
+        for entry, control in self.members.items():
+            places[entry] = replace(place, first_rank=first_rank)
+            first_rank += control.tensor_ranks
+        return places
+
+    def leave(self) -> tuple[str, list[WeightControl]]:
+        """Dissolve the collective group; return its name, and those who must leave it."""
+        name, joined, self.name, self.joined = self.name or "", self.joined, None, ()
+        left = [e for e in self.members if e in joined and not e.is_lost]
+        return name, [self.members[entry] for entry in left]
+
+    def blame(
+        self, errors: Mapping[PooledEngine, BaseException | None], early: Iterable[PooledEngine]
+    ) -> dict[PooledEngine, str]:
+        """Return the members that a failed call costs, with the reasons.
+
+        A member may have refused because another one is gone, or because it does not know a group
+        that was joined earlier: it is blamed only if nothing else explains the failure, and if it
+        refused before rank 0 left the group (``early``).
+
+        Raises:
+            RolloutError: All members refused.
+        """
+        self.is_broken = True
+        refused = {e: str(error) for e, error in errors.items() if _is_refusal(error)}
+        # After a malformed answer, too, the state of a server is unknown.
+        lost = {
+            entry: _describe(entry, error)
+            for entry, error in errors.items()
+            if error is not None and entry not in refused
+        }
+        if not (self.is_shared or lost or any(entry.is_lost for entry in errors)):
+            lost = {entry: refused[entry] for entry in early if entry in refused}
+            if len(lost) == len(errors):
+                raise RolloutError(next(iter(lost.values())))
+        self.left_out |= {entry for entry in errors if entry.is_lost or entry in lost}
+        return lost
+
+
+class Verifier:
+    """Compares servers' log-probs with the trainer's (``weight_sync.verify``)."""
+
+    def __init__(
+        self, pool: EngineStates, config: WeightSyncConfig, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        self._pool, self._config = pool, config
+        cut = (tuple(prompt[:_MAX_PROBE_TOKENS]) for prompt in prompts if len(prompt) > 1)
+        self.probe = tuple(cut)
+        """The sequences whose log-probs are compared."""
+        self.num_syncs = 0
+        self._compared: dict[PooledEngine, _Comparison] = {}
+        """The last one of each server, since it was (re)started."""
+
+    def due(self, members: Iterable[PooledEngine]) -> list[PooledEngine]:
+        """Return the members whose log-probs must be compared."""
+        verify = self._config.verify
+        if verify == "none":
+            return []
+        every = {"every": 1, "first": 0}[verify] if isinstance(verify, str) else verify
+        is_due = every > 0 and self.num_syncs % every == 0
+        return [e for e in members if not e.is_lost and (is_due or e.is_unproven)]
+
+    async def compare(
+        self, members: Sequence[PooledEngine], expected: Sequence[Sequence[float]], version: int
+    ) -> float | None:
+        """Return the largest difference of a member; one that differs too much is lost.
+
+        Raises:
+            RolloutError: A member differs too much, and no other is left.
+        """
+        entries = self.due(members)
+        outcomes = await asyncio.gather(
+            *(self._compare(entry, expected, version) for entry in entries), return_exceptions=True
+        )
+        differences: list[float] = []
+        refusals: list[RolloutError] = []
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            if isinstance(outcome, RolloutError):
+                self._pool.mark_lost(entry, str(outcome))
+                if not isinstance(outcome, ServerError):
+                    refusals.append(outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                differences.append(outcome)
+        if refusals and all(entry.is_lost for entry in members):
+            raise refusals[0]
+        return max(differences, default=None)
+
+    async def _compare(
+        self, entry: PooledEngine, expected: Sequence[Sequence[float]], version: int
+    ) -> float:
+        """Return the mean |log-prob of the server − expected|; raise if it is too large."""
+        try:
+            rows = [
+                (await entry.engine.score(token_ids, self._config.timeout_s)).logprobs
+                for token_ids in self.probe
+            ]
+        except RolloutError as error:
+            raise ServerError(f"it does not answer the probe: {error}") from error
+        current = _Comparison(np.concatenate(rows), np.concatenate(expected))
+        difference = float(np.abs(current.server - current.trainer).mean())
+        tolerance = self._config.verify_tolerance
+        if not difference <= tolerance:  # NaN too
+            raise RolloutError(
+                f"{entry.address}: its log-probs differ from the trainer's by {difference:.3g} on "
+                f"average, more than rollout.weight_sync.verify_tolerance ({tolerance:g}), but it "
+                f"reports weights version {version}; check its dtype, quantization and model, or "
+                "raise the tolerance"
+            )
+        before = None if entry.is_unproven else self._compared.get(entry)
+        if before is not None and before.shows_no_change_of(current):
+            raise RolloutError(
+                f"{entry.address}: its log-probs did not follow the trainer's since the last "
+                f"comparison, though it reports weights version {version}: new weights did not "
+                "reach its model; check rollout.weight_sync.method and its adapters, and restart it"
+            )
+        self._compared[entry] = current
+        entry.is_unproven = entry.is_lost
+        return difference
+
+
 class WeightReceiver:
-    """Syncs new weights to the servers of a pool."""
+    """Syncs new weights to the servers of a pool: calls the members of a ``SyncGroup``."""
 
     def __init__(
         self,
@@ -137,22 +304,12 @@ class WeightReceiver:
         # Requests paused in place still need their KV cache.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
-        cut = (tuple(prompt[:_MAX_PROBE_TOKENS]) for prompt in probe_prompts if len(prompt) > 1)
-        self._probe = tuple(cut)
-        self._members: dict[PooledEngine, WeightControl] = {}
-        """The servers that take part, in the order of their ranks."""
+        self._verifier = Verifier(pool, config.weight_sync, probe_prompts)
+        self._group = SyncGroup()
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
         """Open calls of the newest step; if it failed, kept until ``_remove_failed``."""
-        self._failed_first: set[PooledEngine] = set()
+        self._failed_first: list[PooledEngine] = []
         """Members whose calls had ended when rank 0 learned that the step failed."""
-        self._left_out: set[PooledEngine] = set()
-        """Servers that failed in this weight sync; used again only if no other answers."""
-        self._group: tuple[str, tuple[PooledEngine, ...]] | None = None
-        """Name and members of the collective group that servers have joined."""
-        self._shares_group = False
-        """Whether this attempt uses the group of the previous weight sync."""
-        self._group_is_broken = False
-        """Whether a step failed since the group was joined."""
         self._has_session = False
         self._is_paused = False
         self._leaving = asyncio.Lock()
@@ -160,9 +317,6 @@ class WeightReceiver:
         self._is_idle.set()
         self._paused_at_s: float | None = None
         self._version = -1
-        self._num_syncs = 0
-        self._compared: dict[PooledEngine, _Comparison] = {}
-        """The last one of each server, since it was (re)started."""
         self._deadline_s = 0.0
         self._give_up_s: float | None = None
 
@@ -184,31 +338,19 @@ class WeightReceiver:
         """
         await self._pause()
         await self._remove_failed(self._health.timeout_s)
-        # A server that was lost meanwhile has left the group, or is another process.
-        joined: tuple[PooledEngine, ...] = () if self._group is None else self._group[1]
-        is_intact = not self._group_is_broken and all(entry.is_usable for entry in joined)
+        group, is_intact = self._group, self._group.is_intact
         await self._await_members(version, has_session=True)
-        self._shares_group = is_intact and joined == tuple(self._members)
-        if not self._shares_group:
+        group.is_shared = is_intact and group.joined == tuple(group.members)
+        if not group.is_shared:
             await self._leave()
-        return Opened(
-            addresses=tuple(entry.address for entry in self._members),
-            num_ranks=tuple(control.tensor_ranks for control in self._members.values()),
-            gpus=tuple(entry.properties.gpus for entry in self._members),
-            share_group=self._shares_group,
-        )
+        return group.opened()
 
     async def join(self, place: GroupPlace) -> str | None:
         """Have all members join the group of rank 0; return once it is complete.
 
         ``place`` is rank 0's; the members' ranks follow in the order of ``Opened``.
         """
-        self._group, self._group_is_broken = (place.name, tuple(self._members)), False
-        places = {}
-        first_rank = 1
-        for entry, control in self._members.items():
-            places[entry] = replace(place, first_rank=first_rank)
-            first_rank += control.tensor_ranks
+        places = self._group.join(place)
         return await self._call_members(
             lambda entry, control, limit_s: control.join_group(places[entry], limit_s)
         )
@@ -217,15 +359,15 @@ class WeightReceiver:
         """Have all members load the bucket that rank 0 is broadcasting, or their own payloads."""
         bucket, version = request.bucket, self._version if request.is_last else None
         if isinstance(bucket, BucketLayout):
-            assert self._group is not None, "join comes first"
-            group_name, _ = self._group
+            group_name = self._group.name
+            assert group_name is not None, "join comes first"
             failure = await self._call_members(
                 lambda _, control, limit_s: control.receive(
                     bucket, group_name, version=version, timeout_s=limit_s
                 )
             )
         else:
-            payloads = dict(zip(self._members, bucket, strict=True))
+            payloads = dict(zip(self._group.members, bucket, strict=True))
             failure = await self._call_members(
                 lambda entry, control, limit_s: control.take(
                     payloads[entry], version=version, timeout_s=limit_s
@@ -249,7 +391,7 @@ class WeightReceiver:
 
     async def probe(self, _: None) -> tuple[tuple[int, ...], ...]:
         """Return the sequences for the comparison of log-probs; empty if no server needs it."""
-        return self._probe if self._sync.verify != "none" and self._unproven() else ()
+        return self._verifier.probe if self._verifier.due(self._group.members) else ()
 
     async def resume(self, expected: tuple[tuple[float, ...], ...]) -> Resumed:
         """Compare the servers' log-probs with the trainer's, and resume generation.
@@ -263,70 +405,15 @@ class WeightReceiver:
             RolloutError: A server differs too much, and no other is left.
         """
         pause_s = await self._resume_generation() if self._resumes_to_check else 0.0
-        difference = await self._compare_all(expected) if expected else None
+        difference = None
+        if expected:
+            members = list(self._group.members)
+            difference = await self._verifier.compare(members, expected, self._version)
         pause_s += await self._resume_generation()
         self._is_idle.set()
-        self._left_out.clear()
-        self._num_syncs += 1
+        self._group.left_out.clear()
+        self._verifier.num_syncs += 1
         return Resumed(pause_s=pause_s, difference=difference)
-
-    def _unproven(self) -> list[PooledEngine]:
-        """Return the members whose log-probs must be compared."""
-        verify = self._sync.verify
-        every = {"every": 1, "first": 0}.get(verify, 0) if isinstance(verify, str) else verify
-        is_due = every > 0 and self._num_syncs % every == 0
-        return [e for e in self._members if not e.is_lost and (is_due or e.is_unproven)]
-
-    async def _compare_all(self, expected: Sequence[Sequence[float]]) -> float | None:
-        entries = self._unproven()
-        outcomes = await asyncio.gather(
-            *(self._compare(entry, expected) for entry in entries), return_exceptions=True
-        )
-        differences: list[float] = []
-        refusals: list[RolloutError] = []
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            if isinstance(outcome, RolloutError):
-                self._pool.mark_lost(entry, str(outcome))
-                if not isinstance(outcome, ServerError):
-                    refusals.append(outcome)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            else:
-                differences.append(outcome)
-        if refusals and all(entry.is_lost for entry in self._members):
-            raise refusals[0]
-        return max(differences, default=None)
-
-    async def _compare(self, entry: PooledEngine, expected: Sequence[Sequence[float]]) -> float:
-        """Return the mean |log-prob of the server − expected|; raise if it is too large."""
-        try:
-            rows = [
-                (await entry.engine.score(token_ids, self._sync.timeout_s)).logprobs
-                for token_ids in self._probe
-            ]
-        except RolloutError as error:
-            raise ServerError(f"it does not answer the probe: {error}") from error
-        current = _Comparison(np.concatenate(rows), np.concatenate(expected))
-        difference = float(np.abs(current.server - current.trainer).mean())
-        tolerance = self._sync.verify_tolerance
-        if not difference <= tolerance:  # NaN too
-            raise RolloutError(
-                f"{entry.address}: its log-probs differ from the trainer's by {difference:.3g} on "
-                f"average, more than rollout.weight_sync.verify_tolerance ({tolerance:g}), but it "
-                f"reports weights version {self._version}; check its dtype, quantization and "
-                "model, or raise the tolerance"
-            )
-        before = None if entry.is_unproven else self._compared.get(entry)
-        if before is not None and before.shows_no_change_of(current):
-            raise RolloutError(
-                f"{entry.address}: its log-probs did not follow the trainer's since the last "
-                f"comparison, though it reports weights version {self._version}: new weights did "
-                "not reach its model; check rollout.weight_sync.method and its adapters, and "
-                "restart it"
-            )
-        self._compared[entry] = current
-        entry.is_unproven = entry.is_lost
-        return difference
 
     async def wait_idle(self) -> None:
         """Wait until no weight sync is in progress."""
@@ -335,7 +422,7 @@ class WeightReceiver:
 
     async def forget(self, entry: PooledEngine) -> None:
         """Dissolve the group if it includes a server that leaves the run."""
-        if self._group is not None and entry in self._group[1]:
+        if entry in self._group.joined:
             await self._leave()
 
     async def close(self) -> None:
@@ -367,10 +454,12 @@ class WeightReceiver:
         self._version, self._has_session = version, has_session
         while True:
             self._deadline_s = time.monotonic() + self._sync.timeout_s
-            answering = [entry for entry in self._pool.engines if entry.is_answering]
-            eligible = [entry for entry in answering if entry not in self._left_out] or answering
+            eligible = self._group.eligible(self._pool.engines)
             controls = await asyncio.gather(*map(self._prepare, eligible))
-            self._members = {e: c for e, c in zip(eligible, controls, strict=True) if c is not None}
+            pairs = zip(eligible, controls, strict=True)
+            self._group.members = {
+                entry: control for entry, control in pairs if control is not None
+            }
             if self._give_up_s is None:
                 self._give_up_s = time.monotonic() + self._health.patience_s
             if time.monotonic() >= self._give_up_s:
@@ -379,7 +468,7 @@ class WeightReceiver:
                     f"({self._health.patience_s:g} s): {self._pool.describe()}; start them again "
                     "and continue with resume=true"
                 )
-            if self._members:
+            if self._group.members:
                 return
             await asyncio.sleep(_POLL_S)
 
@@ -400,7 +489,7 @@ class WeightReceiver:
         failure = await self._call_members(self._complete)
         if failure is None:
             self._pool.version = self._version
-            for entry in self._members:
+            for entry in self._group.members:
                 self._pool.mark_updated(entry, self._version)
             self._give_up_s = None
         return failure
@@ -430,33 +519,29 @@ class WeightReceiver:
         limit_s = self._remaining_s()
         self._calls = {
             asyncio.create_task(call(entry, control, limit_s)): entry
-            for entry, control in self._members.items()
+            for entry, control in self._group.members.items()
         }
         pending, failure = set(self._calls), None
         while pending and failure is None:
             done, pending = await asyncio.wait(
                 pending, timeout=_POLL_S, return_when=asyncio.FIRST_EXCEPTION
             )
-            for task in done:
-                if (error := task.exception()) is not None:
-                    failure = failure or _describe(self._calls[task], error)
-            for entry in (self._calls[task] for task in pending):
-                if entry.is_lost:
-                    failure = failure or f"{entry.address}: lost during the call"
+            errors = [(self._calls[task], task.exception()) for task in done]
+            failures = [_describe(entry, error) for entry, error in errors if error is not None]
+            lost = [self._calls[task] for task in pending if self._calls[task].is_lost]
+            failures += [f"{entry.address}: lost during the call" for entry in lost]
+            failure = next(iter(failures), None)
         if failure is None:
             self._calls = {}
         elif pending:
             await asyncio.wait(pending, timeout=_POLL_S)  # others may fail for the same reason
-        self._failed_first = {entry for task, entry in self._calls.items() if task.done()}
+        self._failed_first = [entry for task, entry in self._calls.items() if task.done()]
         return failure
 
     async def _remove_failed(self, grace_s: float) -> None:
         """Mark the members lost that made the newest step fail, if it failed.
 
-        A member may have refused because another one is gone, or because it does not know a group
-        that was joined earlier: it is blamed only if nothing else explains the failure, and if it
-        refused before rank 0 left the group. Open calls get another ``grace_s``, unless their
-        server is lost; then they are cancelled.
+        Open calls get another ``grace_s``, unless their server is lost; then they are cancelled.
 
         Raises:
             RolloutError: All members refused.
@@ -464,44 +549,31 @@ class WeightReceiver:
         calls, self._calls = self._calls, {}
         if not calls:
             return
-        self._group_is_broken = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while open_calls := [t for t, e in calls.items() if not (t.done() or e.is_lost)]:
                     await asyncio.wait(open_calls, timeout=_POLL_S)
-        refused: dict[PooledEngine, str] = {}
-        for task, entry in calls.items():
-            if not task.done():
-                task.cancel()
-                self._pool.mark_lost(entry, "it hangs in a weight sync that the others have left")
-            elif (error := task.exception()) is None:
-                continue
-            elif isinstance(error, RolloutError) and not isinstance(error, ServerGoneError):
-                refused[entry] = str(error)
-            else:  # also for a malformed answer: the state of the server is unknown
-                self._pool.mark_lost(entry, _describe(entry, error))
+        hangs = ServerGoneError("it hangs in a weight sync that the others have left")
+        errors = {e: task.exception() if task.done() else hangs for task, e in calls.items()}
+        for task in calls:
+            task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        if not self._shares_group and not any(entry.is_lost for entry in calls.values()):
-            blamed = {e: reason for e, reason in refused.items() if e in self._failed_first}
-            if len(blamed) == len(calls):
-                raise RolloutError(next(iter(blamed.values())))
-            for entry, reason in blamed.items():
-                self._pool.mark_lost(entry, reason)
-        self._left_out |= {entry for entry in calls.values() if entry.is_lost}
+        for entry, reason in self._group.blame(errors, self._failed_first).items():
+            self._pool.mark_lost(entry, reason)
 
     async def _leave(self) -> None:
         """Have all servers leave the group, so that none is left for the next trainer."""
         async with self._leaving:  # so that nobody joins another group meanwhile
-            group, self._group = self._group, None
-            name, entries = group or ("", ())
+            name, controls = self._group.leave()
             await asyncio.gather(
-                *(
-                    control.leave_group(name, self._health.timeout_s)
-                    for entry, control in self._members.items()
-                    if entry in entries and not entry.is_lost
-                ),
+                *(control.leave_group(name, self._health.timeout_s) for control in controls),
                 return_exceptions=True,  # a server may have restarted or be exiting
             )
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether a server is intact, but does not do what a call asks for."""
+    return isinstance(error, RolloutError) and not isinstance(error, ServerGoneError)
 
 
 def _describe(entry: PooledEngine, error: BaseException) -> str:

@@ -137,7 +137,7 @@ async def test_a_server_that_refuses_is_left_out_until_the_next_weight_sync(
         setting.pool.engines[1].state = EngineState.STALE
         servers[0].refusals["/end_weight_update"] = "not now"
         assert await setting.receive() is None
-        setting.receiver._shares_group = True  # nobody is blamed
+        setting.receiver._group.is_shared = True  # nobody is blamed
         assert "not now" in await setting.receive(is_last=True)
         servers[0].refusals.clear()
         assert (await setting.broadcast()).addresses == (servers[0].address,)
