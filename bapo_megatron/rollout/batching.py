@@ -52,6 +52,7 @@ class BatchCollector:
     loop_lag: LoopLag = field(default_factory=LoopLag)
     is_interrupted: bool = False
     """End ``collect`` at once, as if no server held the weights; the buffer keeps everything."""
+    _is_attached: bool = False
     _pool: EnginePool = field(init=False)
     _episodes: Episodes = field(init=False)
     _ahead: asyncio.Task[None] | None = None
@@ -66,7 +67,7 @@ class BatchCollector:
 
     def attach(self, pool: EnginePool) -> None:
         """Sample from this pool; must be called before the first batch."""
-        self._pool = pool
+        self._pool, self._is_attached = pool, True
         self._episodes = Episodes(
             pool,
             self.interaction,
@@ -154,8 +155,10 @@ class BatchCollector:
             self._episodes.advance(self.scheduler.buffer)
 
     def state(self) -> SavedRollout:
-        """Return what ``restore`` continues from."""
+        """Return what ``restore`` continues from; a run may stop before there is a pool."""
         spent_s = self._spent_s
+        if not self._is_attached:
+            return self.scheduler.state(RolloutStats(environment_errors={}), spent_s)
         if self._episodes.is_running or self._ahead is not None:
             spent_s = time.monotonic() - self._started_s
         return self.scheduler.state(self._counters(), spent_s)

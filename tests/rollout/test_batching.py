@@ -16,7 +16,7 @@ from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.scheduling import same_answer_share
 from bapo_megatron.types import Prompt
 from tests.fakes.fake_pool import deliver
-from tests.rollout.batching_setup import TOTAL_STEPS, Setup, ids, settle
+from tests.rollout.batching_setup import TOTAL_STEPS, Rewards, Setup, ids, make_batches, settle
 from tests.rollout.calls import end
 from tests.rollout.saved_files import file_of, read_file, without_clock
 
@@ -231,6 +231,16 @@ async def test_a_state_of_other_settings_is_refused(
     with pytest.raises(ValueError, match=rf"^rollout\.{name}: .* resume with"):
         Setup(**now).batches.restore(setup.batches.state())
     batch.cancel()
+
+
+async def test_a_run_that_stops_before_there_are_engines_saves_what_it_restored() -> None:
+    setup, batches = Setup(), make_batches(Rewards(()), Setup().batches.scheduler.config)
+    await setup.batch(1)
+    await setup.collect(2)
+    saved = file_of(setup.batches.state())
+    batches.restore(read_file(saved))
+    assert file_of(batches.state()) == saved
+    await setup.batches.close()
 
 
 async def test_the_lag_of_a_loop_is_the_largest_since_it_was_asked_for() -> None:
