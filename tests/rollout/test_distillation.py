@@ -127,7 +127,7 @@ async def test_samples_of_a_run_with_another_teacher_are_scored_again(
     assert [(group.group_id, group.is_scored) for group in saved.buffer] == [(2, True)]
 
     after.batches.restore(saved)
-    [replayable] = after.batches._buffer.earlier
+    [replayable] = after.batches.scheduler.buffer.earlier
     assert len(replayable) == (0 if scored else 2)
     collecting = await after.collect(2)
     assert [len(tokens) for tokens in after.engine.scored] == scored
