@@ -45,7 +45,8 @@ def run_tests(name: str, records: Path, tests: Sequence[str]) -> int:
 def numeric_tests() -> list[str]:
     """Modules in which an error meets its bound, by themselves or by a helper."""
     paths = (path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("test_*.py"))
-    calls = ("assert_within", "assert_close(", "assert_same_gradients", "check(")
+    calls = ("assert_within", "assert_close(", "assert_token_results(", "assert_same_gradients")
+    calls += ("check(",)
     found = [path for path in paths if any(call in path.read_text() for call in calls)]
     return sorted(str(path.relative_to(REPOSITORY)) for path in found)
 

@@ -10,11 +10,13 @@ import fcntl
 import functools
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +26,6 @@ from bapo_megatron.ops import extension
 
 REPOSITORY = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-MAX_CANDIDATES = 256
-DIRECTIONS = ("reverse", "forward")
-LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -84,166 +83,60 @@ def build(folder: Path, compiler: list[str]) -> Path:
     return library
 
 
-class ClipGrid(ctypes.Structure):
-    _fields_ = (
-        ("num_upper", ctypes.c_int),
-        ("num_lower", ctypes.c_int),
-        ("has_dual_clip", ctypes.c_int),
-        ("order", ctypes.c_int),
-        ("upper", ctypes.c_float * MAX_CANDIDATES),
-        ("lower", ctypes.c_float * (MAX_CANDIDATES + 1)),
-    )
+_HEADERS = ("clip_grid.h", "search.h", "params.h")
+_CTYPES = {
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "float": ctypes.c_float,
+}
+_CONSTANTS = {"kMaxCandidates": 256, "kNumKlResults": 7}
+_MEMBER = re.compile(r"(?:const )?(\w+)(\*?) (\w+)(?:\[(\w+)(?: \+ (\d))?\])?;")
+_CHOICES = (
+    ("reverse", "forward"),
+    ("uniform", "behaviour_prob"),
+    ("surrogate", "gradient"),
+    ("share", "ratio"),
+)
+"""Names of the enumerations' values in their order."""
+_LOGIT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+UNWRITTEN = -7.0
+"""What outputs hold before a kernel writes them."""
 
 
-class Logits(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int),
-        ("num_rows", ctypes.c_int64),
-        ("num_columns", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("vocab_start", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
-        ("temperature", ctypes.c_float),
-    )
+@functools.cache
+def structs() -> dict[str, type[ctypes.Structure]]:
+    """The structs of csrc/common, as its headers say; unknown types are enumerations."""
+    found: dict[str, type[ctypes.Structure]] = {}
+    for header in _HEADERS:
+        text = re.sub(r"//.*", "", (REPOSITORY / "csrc" / "common" / header).read_text())
+        for name, body in re.findall(r"^struct (\w+) {\n(.*?)^}", text, re.DOTALL | re.MULTILINE):
+            members = [_member(found, *parts) for parts in _MEMBER.findall(body)]
+            found[name] = type(name, (ctypes.Structure,), {"_fields_": members})
+    return found
 
 
-class LogprobPartialsParams(ctypes.Structure):
-    _fields_ = (
-        ("logits", Logits),
-        ("rows", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("partials", ctypes.c_void_p),
-    )
+def _member(
+    known: dict[str, type[ctypes.Structure]],
+    kind: str,
+    pointer: str,
+    name: str,
+    size: str,
+    more: str,
+) -> tuple[str, Any]:
+    ctype: Any = _CTYPES.get(kind) or known.get(kind) or ctypes.c_int
+    if pointer:
+        ctype = ctypes.c_void_p
+    return name, ctype * (_CONSTANTS[size] + int(more or 0)) if size else ctype
 
 
-class LogprobCombineParams(ctypes.Structure):
-    _fields_ = (
-        ("partials", ctypes.c_void_p),
-        ("num_ranks", ctypes.c_int64),
-        ("num_tokens", ctypes.c_int64),
-        ("temperature", ctypes.c_float),
-        ("logprob", ctypes.c_void_p),
-        ("entropy", ctypes.c_void_p),
-        ("max", ctypes.c_void_p),
-        ("log_sum", ctypes.c_void_p),
-    )
-
-
-class LogitsBackwardParams(ctypes.Structure):
-    _fields_ = (
-        ("logits", Logits),
-        ("rows", ctypes.c_void_p),
-        ("target", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("max", ctypes.c_void_p),
-        ("log_sum", ctypes.c_void_p),
-        ("entropy", ctypes.c_void_p),
-        ("grad_logprob", ctypes.c_void_p),
-        ("grad_entropy", ctypes.c_void_p),
-        ("token_of_row", ctypes.c_void_p),
-    )
-
-
-class KlPartialsParams(ctypes.Structure):
-    _fields_ = (
-        ("student", Logits),
-        ("teacher", Logits),
-        ("target", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("direction", ctypes.c_int),
-        ("partials", ctypes.c_void_p),
-    )
-
-
-class KlCombineParams(ctypes.Structure):
-    _fields_ = (
-        ("partials", ctypes.c_void_p),
-        ("num_ranks", ctypes.c_int64),
-        ("num_tokens", ctypes.c_int64),
-        ("temperature", ctypes.c_float),
-        ("direction", ctypes.c_int),
-        ("logprob", ctypes.c_void_p),
-        ("entropy", ctypes.c_void_p),
-        ("max", ctypes.c_void_p),
-        ("log_sum", ctypes.c_void_p),
-        ("teacher_max", ctypes.c_void_p),
-        ("teacher_log_sum", ctypes.c_void_p),
-        ("kl", ctypes.c_void_p),
-    )
-
-
-class KlBackwardParams(ctypes.Structure):
-    _fields_ = (
-        ("student", Logits),
-        ("teacher", Logits),
-        ("target", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("max", ctypes.c_void_p),
-        ("log_sum", ctypes.c_void_p),
-        ("entropy", ctypes.c_void_p),
-        ("teacher_max", ctypes.c_void_p),
-        ("teacher_log_sum", ctypes.c_void_p),
-        ("kl", ctypes.c_void_p),
-        ("grad_logprob", ctypes.c_void_p),
-        ("grad_entropy", ctypes.c_void_p),
-        ("grad_kl", ctypes.c_void_p),
-        ("direction", ctypes.c_int),
-    )
-
-
-class ContributionsParams(ctypes.Structure):
-    _fields_ = (
-        ("logprob", ctypes.c_void_p),
-        ("behaviour_logprob", ctypes.c_void_p),
-        ("advantage", ctypes.c_void_p),
-        ("mask", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("grid", ClipGrid),
-        ("weight", ctypes.c_int),
-        ("table", ctypes.c_void_p),
-    )
-
-
-class SearchRule(ctypes.Structure):
-    _fields_ = (
-        ("target_units", ctypes.c_uint64),
-        ("contribution", ctypes.c_int),
-        ("measure", ctypes.c_int),
-    )
-
-
-class SearchBoundsParams(ctypes.Structure):
-    _fields_ = (
-        ("table", ctypes.c_void_p),
-        ("grid", ClipGrid),
-        ("rule", SearchRule),
-        ("bounds", ctypes.c_void_p),
-    )
-
-
-class ImportanceRatioParams(ctypes.Structure):
-    _fields_ = (
-        ("logprob", ctypes.c_void_p),
-        ("behaviour_logprob", ctypes.c_void_p),
-        ("num_tokens", ctypes.c_int64),
-        ("ratio", ctypes.c_void_p),
-    )
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor starts, null for none."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-def plain_grid(grid: extension.ClipGrid) -> ClipGrid:
+def plain_grid(grid: extension.ClipGrid) -> Any:
     """The grid as the struct of csrc/common/clip_grid.h."""
-    return ClipGrid.from_buffer_copy(grid.to_bytes())
+    return structs()["ClipGrid"].from_buffer_copy(grid.to_bytes())
 
 
 class EmulatedKernels:
-    """The kernels of csrc/cuda on CPU tensors."""
+    """The kernels of csrc/cuda on CPU tensors, called like ``torch.ops.bapo``."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -254,184 +147,108 @@ class EmulatedKernels:
         """Run fibers in ascending (0), descending (1) or shuffled order from now on."""
         self.library.emulator_set_order(ctypes.c_uint64(order))
 
-    def launch(self, name: str, params: ctypes.Structure) -> None:
-        error = getattr(self.library, name)(ctypes.byref(params), None)
-        if error != 0:
-            message = self.library.emulator_last_failure().decode()
-            raise RuntimeError(f"{name} returned {error}: {message}")
-
     def logprob_partials(
-        self,
-        logits_NV: Tensor,
-        rows_T: Tensor | None,
-        target_T: Tensor,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
+        self, logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, *columns: float
     ) -> Tensor:
-        partials_T4 = torch.full((len(target_T), 4), -7.0)
-        params = LogprobPartialsParams(
-            logits=self.logits(logits_NV, vocab_start, vocab_size, temperature),
-            rows=address(rows_T),
-            target=address(target_T),
-            num_tokens=len(target_T),
-            partials=address(partials_T4),
-        )
-        self.launch("bapo_launch_logprob_partials", params)
+        partials_T4 = torch.full((len(target_T), 4), UNWRITTEN)
+        logits = _logits(logits_NV, *columns)
+        self._launch("LogprobPartials", logits, rows_T, target_T, len(target_T), partials_T4)
         return partials_T4
 
-    def logprob_combine(
-        self, partials_PT4: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def logprob_combine(self, partials_PT4: Tensor, temperature: float) -> tuple[Tensor, ...]:
         num_ranks, num_tokens, _ = partials_PT4.shape
-        results = torch.full((4, num_tokens), -7.0).unbind()
-        params = LogprobCombineParams(
-            address(partials_PT4), num_ranks, num_tokens, temperature, *map(address, results)
-        )
-        self.launch("bapo_launch_logprob_combine", params)
+        results = torch.full((4, num_tokens), UNWRITTEN).unbind()
+        self._launch("LogprobCombine", partials_PT4, num_ranks, num_tokens, temperature, *results)
         return results
 
     def logits_backward_(
-        self,
-        logits_NV: Tensor,
-        rows_T: Tensor | None,
-        target_T: Tensor,
-        max_T: Tensor,
-        log_sum_T: Tensor,
-        entropy_T: Tensor,
-        grad_logprob_T: Tensor | None,
-        grad_entropy_T: Tensor | None,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
+        self, logits_NV: Tensor, rows_T: Tensor | None, target_T: Tensor, *arguments: Any
     ) -> None:
-        token_of_row_N = torch.full((len(logits_NV),), 12345, dtype=torch.int32)
-        params = LogitsBackwardParams(
-            self.logits(logits_NV, vocab_start, vocab_size, temperature),
-            address(rows_T),
-            address(target_T),
-            len(target_T),
-            *map(address, (max_T, log_sum_T, entropy_T, grad_logprob_T, grad_entropy_T)),
-            None if rows_T is None else address(token_of_row_N),
+        """The arguments after the target: three results, two gradients, then the columns."""
+        tensors, logits = arguments[:5], _logits(logits_NV, *arguments[5:])
+        scratch_N = torch.full((len(logits_NV),), 12345, dtype=torch.int32)
+        token_of_row_N = None if rows_T is None else scratch_N
+        self._launch(
+            "LogitsBackward", logits, rows_T, target_T, len(target_T), *tensors, token_of_row_N
         )
-        self.launch("bapo_launch_logits_backward", params)
 
     def kl_partials(
-        self,
-        student_TV: Tensor,
-        teacher_TV: Tensor,
-        target_T: Tensor,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
-        direction: str,
+        self, student_TV: Tensor, teacher_TV: Tensor, target_T: Tensor, *arguments: Any
     ) -> Tensor:
-        partials_T8 = torch.full((len(target_T), 8), -7.0)
-        columns = (vocab_start, vocab_size, temperature)
-        params = KlPartialsParams(
-            self.logits(student_TV, *columns),
-            self.logits(teacher_TV, *columns),
-            address(target_T),
-            len(target_T),
-            DIRECTIONS.index(direction),
-            address(partials_T8),
-        )
-        self.launch("bapo_launch_kl_partials", params)
+        *columns, direction = arguments
+        partials_T8 = torch.full((len(target_T), 8), UNWRITTEN)
+        rows = (_logits(student_TV, *columns), _logits(teacher_TV, *columns))
+        self._launch("KlPartials", *rows, target_T, len(target_T), direction, partials_T8)
         return partials_T8
 
     def kl_combine(
         self, partials_PT8: Tensor, temperature: float, direction: str
     ) -> tuple[Tensor, ...]:
         num_ranks, num_tokens, _ = partials_PT8.shape
-        results = torch.full((7, num_tokens), -7.0).unbind()
-        params = KlCombineParams(
-            address(partials_PT8),
-            num_ranks,
-            num_tokens,
-            temperature,
-            DIRECTIONS.index(direction),
-            *map(address, results),
-        )
-        self.launch("bapo_launch_kl_combine", params)
+        results = torch.full((7, num_tokens), UNWRITTEN).unbind()
+        pointers = (ctypes.c_void_p * 7)(*(result_T.data_ptr() for result_T in results))
+        scalars = (num_ranks, num_tokens, temperature, direction)
+        self._launch("KlCombine", partials_PT8, *scalars, pointers)
         return results
 
     def kl_backward_(
-        self,
-        student_TV: Tensor,
-        teacher_TV: Tensor,
-        target_T: Tensor,
-        *arguments: object,
+        self, student_TV: Tensor, teacher_TV: Tensor, target_T: Tensor, *arguments: Any
     ) -> None:
-        """The arguments after the target: six results, three gradients, then the scalars."""
-        *tensors, vocab_start, vocab_size, temperature, direction = arguments
-        columns = (vocab_start, vocab_size, temperature)
-        params = KlBackwardParams(
-            self.logits(student_TV, *columns),  # type: ignore[arg-type]
-            self.logits(teacher_TV, *columns),  # type: ignore[arg-type]
-            address(target_T),
-            len(target_T),
-            *map(address, tensors),  # type: ignore[arg-type]
-            DIRECTIONS.index(str(direction)),
-        )
-        self.launch("bapo_launch_kl_backward", params)
+        """The arguments after the target: six results, three gradients, columns, direction."""
+        tensors, columns, direction = arguments[:9], arguments[9:12], arguments[12]
+        rows = (_logits(student_TV, *columns), _logits(teacher_TV, *columns))
+        self._launch("KlBackward", *rows, target_T, len(target_T), *tensors, direction)
 
-    def contributions_(
-        self,
-        table: Tensor,
-        grid: extension.ClipGrid,
-        logprob_T: Tensor,
-        behaviour_logprob_T: Tensor,
-        advantage_T: Tensor,
-        mask_T: Tensor,
-        weight: str,
-    ) -> None:
-        params = ContributionsParams(
-            *map(address, (logprob_T, behaviour_logprob_T, advantage_T, mask_T)),
-            len(logprob_T),
-            plain_grid(grid),
-            ("uniform", "behaviour_prob").index(weight),
-            address(table),
-        )
-        self.launch("bapo_launch_contributions", params)
+    def contributions_(self, table: Tensor, grid: Tensor, *arguments: Any) -> None:
+        *tokens, weight = arguments
+        self._launch("Contributions", *tokens, len(tokens[0]), _grid(grid), weight, table)
 
     def search_bounds(
-        self,
-        table: Tensor,
-        grid: extension.ClipGrid,
-        target: float,
-        contribution: str,
-        measure: str,
+        self, table: Tensor, grid: Tensor, target: float, contribution: str, measure: str
     ) -> Tensor:
-        bounds = torch.full((8,), -7.0, dtype=torch.float64)
-        params = SearchBoundsParams(
-            address(table),
-            plain_grid(grid),
-            SearchRule(
-                round(target * 2**24),
-                ("surrogate", "gradient").index(contribution),
-                ("share", "ratio").index(measure),
-            ),
-            address(bounds),
-        )
-        self.launch("bapo_launch_search_bounds", params)
+        bounds = torch.full((8,), UNWRITTEN, dtype=torch.float64)
+        rule = _struct("SearchRule", round(target * 2**24), contribution, measure)
+        self._launch("SearchBounds", table, _grid(grid), rule, bounds)
         return bounds
 
     def importance_ratio(self, logprob_T: Tensor, behaviour_logprob_T: Tensor) -> Tensor:
-        ratio_T = torch.full((len(logprob_T),), -7.0)
-        tensors = (logprob_T, behaviour_logprob_T)
-        params = ImportanceRatioParams(*map(address, tensors), len(logprob_T), address(ratio_T))
-        self.launch("bapo_launch_importance_ratio", params)
+        ratio_T = torch.full((len(logprob_T),), UNWRITTEN)
+        self._launch("ImportanceRatio", logprob_T, behaviour_logprob_T, len(logprob_T), ratio_T)
         return ratio_T
 
-    @staticmethod
-    def logits(logits_NV: Tensor, vocab_start: int, vocab_size: int, temperature: float) -> Logits:
-        return Logits(
-            data=address(logits_NV),
-            type=LOGIT_TYPES[logits_NV.dtype],
-            num_rows=logits_NV.shape[0],
-            num_columns=logits_NV.shape[1],
-            row_stride=logits_NV.stride(0),
-            vocab_start=vocab_start,
-            vocab_size=vocab_size,
-            temperature=temperature,
+    def _launch(self, name: str, *members: Any) -> None:
+        launcher = "bapo_launch" + re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", name)
+        error = getattr(self.library, launcher)(
+            ctypes.byref(_struct(f"{name}Params", *members)), None
         )
+        if error != 0:
+            message = self.library.emulator_last_failure().decode()
+            raise RuntimeError(f"{launcher} returned {error}: {message}")
+
+
+def _struct(name: str, *members: Any) -> ctypes.Structure:
+    """Of tensors, numbers, names of choices and structs; of all members, in order."""
+    kind = structs()[name]
+    assert len(members) == len(kind._fields_), name
+    return kind(*map(_plain, members))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, str):
+        (names,) = (names for names in _CHOICES if value in names)
+        return names.index(value)
+    return value
+
+
+def _logits(
+    logits_NV: Tensor, vocab_start: float, vocab_size: float, temperature: float
+) -> ctypes.Structure:
+    kind, (num_rows, num_columns) = _LOGIT_TYPES.index(logits_NV.dtype), logits_NV.shape
+    shape = (num_rows, num_columns, logits_NV.stride(0))
+    return _struct("Logits", logits_NV, kind, *shape, vocab_start, vocab_size, temperature)
+
+
+def _grid(content: Tensor) -> Any:
+    return structs()["ClipGrid"].from_buffer_copy(bytes(content.tolist()))

@@ -53,7 +53,9 @@ def tests(options: argparse.Namespace) -> Iterator[Check]:
 def gpu_tests() -> list[Path]:
     """The files with tests for a GPU; others import more than a bare machine has."""
     files = (_PARENT / "tests").rglob("test_*.py")
-    return sorted(path for path in files if "mark.gpu" in path.read_text())
+    # The fixture ``kernels`` of tests/ops has those of a GPU among them.
+    marks = ("mark.gpu", "kernels: Any")
+    return sorted(path for path in files if any(mark in path.read_text() for mark in marks))
 
 
 def kernels(options: argparse.Namespace) -> Iterator[Check]:
@@ -136,7 +138,7 @@ def sanitize(options: argparse.Namespace) -> Iterator[Check]:
     )
     if sanitizer is None:
         raise FileNotFoundError("compute-sanitizer is not installed; it is in the CUDA toolkit")
-    files = ("tests/ops/test_cuda_device.py", "tests/ops/test_cuda_kl.py")
+    files = [str(path) for path in gpu_tests() if path.parent.name == "ops"]
     command = [sys.executable, *_PYTEST, "-x", "-k", _SANITIZED, *files]
     ours = ["--kernel-name", "kernel_substring=bapo"]
     # initcheck must see what torch's kernels write.

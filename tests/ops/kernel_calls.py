@@ -5,9 +5,10 @@ Shape legend: N = rows of logits, V = columns, T = tokens, P = tensor-parallel r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,16 @@ from torch import Tensor
 from bapo_megatron.ops import extension
 from tests.cuda_emulation import launchers
 from tests.oracles.bound_search import Rule, Tokens
+from tests.oracles.logprob import token_logprobs
 from tests.tolerances import assert_within
 
 ISAS: list[str] = extension.build_info()["available_isas"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = (
+    *((0, 16), (1, 1), (31, 2), (32, 15), (33, 16), (9, 17), (9, 63), (9, 64), (9, 65)),
+    *((9, 1025), (2, 4097), (2, 19_008), (2, 33_000)),
+)
+"""Numbers of tokens and of columns, around those of vectors, blocks and pieces."""
 LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
 """The candidates of the paper, of which ``paper_rule`` knows the values."""
 GRID = extension.ClipGrid(LOWER, UPPER)
@@ -56,6 +63,45 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class DeviceKernels:
+    """``torch.ops.bapo`` on a CUDA device, for tensors on the CPU."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(torch.ops.bapo, name)
+
+        def run(*arguments: Any) -> Any:
+            moved = [_on_cuda(argument) for argument in arguments]
+            result = op(*moved)
+            if result is None:  # the first argument has been overwritten
+                _storage(arguments[0]).copy_(_storage(moved[0]))
+                return None
+            return result.cpu() if isinstance(result, Tensor) else tuple(x.cpu() for x in result)
+
+        return run
+
+
+def _on_cuda(argument: Any) -> Any:
+    """A copy with the same strides and the same offset from a boundary of 16 bytes."""
+    if not isinstance(argument, Tensor) or argument.dtype is torch.uint8:  # grids stay on the CPU
+        return argument
+    whole = _storage(argument).cuda()
+    return whole.as_strided(argument.shape, argument.stride(), argument.storage_offset())
+
+
+def _storage(tensor: Tensor) -> Tensor:
+    """Also what lies around a view."""
+    size = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.as_strided((size,), (1,), 0)
+
+
+class Columns(NamedTuple):
+    """Which ids the columns have, and the temperature: the last arguments of ops over logits."""
+
+    start: int
+    vocab_size: int
+    temperature: float = 1.0
+
+
 class TokenResults(NamedTuple):
     """What ``logprob_combine`` returns; each [T] float32."""
 
@@ -65,57 +111,32 @@ class TokenResults(NamedTuple):
     log_sum: Tensor
 
 
-def partials(
+def token_results(
+    kernels: Any,
     logits_NV: Tensor,
     target_T: Tensor,
     *,
     rows_T: Tensor | None = None,
-    vocab_start: int = 0,
     vocab_size: int | None = None,
     temperature: float = 1.0,
-) -> Tensor:
-    """[T, 4] partials of one rank; the vocabulary is all columns unless its size is given."""
-    size = logits_NV.shape[1] if vocab_size is None else vocab_size
-    return torch.ops.bapo.logprob_partials(
-        logits_NV, rows_T, target_T, vocab_start, size, temperature
-    )
-
-
-def token_results(
-    logits_NV: Tensor, target_T: Tensor, *, temperature: float = 1.0, **where: object
 ) -> TokenResults:
     """Log-probs of one rank that holds the whole vocabulary."""
-    part_T4 = partials(logits_NV, target_T, temperature=temperature, **where)  # type: ignore[arg-type]
-    return TokenResults(*torch.ops.bapo.logprob_combine(part_T4[None], temperature))
+    columns = Columns(0, vocab_size or logits_NV.shape[1], temperature)
+    part_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, *columns)
+    return TokenResults(*kernels.logprob_combine(part_T4[None], temperature))
 
 
-def gradient_(
-    logits_NV: Tensor,
-    target_T: Tensor,
-    results: TokenResults,
-    grad_logprob_T: Tensor | None,
-    grad_entropy_T: Tensor | None,
-    *,
-    rows_T: Tensor | None = None,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Overwrite the logits with their gradient and return them."""
-    torch.ops.bapo.logits_backward_(
-        logits_NV,
-        rows_T,
-        target_T,
-        results.max,
-        results.log_sum,
-        results.entropy,
-        grad_logprob_T,
-        grad_entropy_T,
-        vocab_start,
-        logits_NV.shape[1] if vocab_size is None else vocab_size,
-        temperature,
-    )
-    return logits_NV
+def assert_token_results(
+    results: Sequence[Tensor], logits_TV: Tensor, target_T: Tensor, temperature: float = 1.0
+) -> None:
+    """The four numbers of each token against float64; the maximum is a logit."""
+    expected = token_logprobs(logits_TV, target_T, temperature)
+    assert_close(results[0], expected.logprob_T)
+    assert_close(results[1], expected.entropy_T)
+    max_T = logits_TV.float().amax(1)
+    assert torch.equal(results[2], max_T)
+    d_TV = (logits_TV.double() - max_T[:, None]) / temperature
+    assert_close(results[3], torch.logsumexp(d_TV, 1))
 
 
 class KlResults(NamedTuple):
@@ -129,68 +150,66 @@ class KlResults(NamedTuple):
     teacher_log_sum: Tensor
     kl: Tensor
 
+    def numbers(self) -> tuple[Tensor, ...]:
+        """Those that ``kl_backward_`` takes, in its order."""
+        return (self.max, self.log_sum, self.entropy, *self[4:])
 
-def kl_partials(
-    student_TV: Tensor,
-    teacher_TV: Tensor,
-    target_T: Tensor,
-    direction: str,
+
+@dataclass(frozen=True)
+class StridedLogits:
+    """Logits inside a larger buffer of NaN: a read outside shows in results, a write here."""
+
+    buffer: Tensor
+    view_NV: Tensor
+
+    def border_is_intact(self) -> bool:
+        """Also the columns beside each row."""
+        is_inside = torch.zeros(len(self.buffer), dtype=torch.bool)
+        view = self.view_NV
+        is_inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+        return bool(self.buffer[~is_inside].isnan().all())
+
+
+def strided_logits(
+    num_rows: int,
+    num_columns: int,
+    dtype: torch.dtype,
     *,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """[T, 8] partials of one rank; the vocabulary is all columns unless its size is given."""
-    size = student_TV.shape[1] if vocab_size is None else vocab_size
-    return torch.ops.bapo.kl_partials(
-        student_TV, teacher_TV, target_T, vocab_start, size, temperature, direction
-    )
+    gap: int | None = None,
+    offset: int = 1,
+    seed: int = 0,
+) -> StridedLogits:
+    """Normal logits of spread 4, ``gap`` elements between rows, 16 + ``offset`` before them.
 
-
-def kl_results(
-    student_TV: Tensor,
-    teacher_TV: Tensor,
-    target_T: Tensor,
-    direction: str,
-    *,
-    temperature: float = 1.0,
-) -> KlResults:
-    """Log-probs and divergences of one rank that holds the whole vocabulary."""
-    part_T8 = kl_partials(student_TV, teacher_TV, target_T, direction, temperature=temperature)
-    return KlResults(*torch.ops.bapo.kl_combine(part_T8[None], temperature, direction))
-
-
-def kl_gradient_(
-    student_TV: Tensor,
-    teacher_TV: Tensor,
-    target_T: Tensor,
-    results: KlResults,
-    grads: tuple[Tensor | None, Tensor | None, Tensor],
-    direction: str,
-    *,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Overwrite the student's logits with their gradient and return them.
-
-    ``grads`` are those of log-prob, entropy and KL.
+    By default the stride is odd: rows begin at every residue of a boundary of 16 bytes.
     """
-    size = student_TV.shape[1] if vocab_size is None else vocab_size
-    torch.ops.bapo.kl_backward_(
-        student_TV,
-        teacher_TV,
-        target_T,
-        *results[2:4],
-        results.entropy,
-        *results[4:],
-        *grads,
-        vocab_start,
-        size,
-        temperature,
-        direction,
+    stride = num_columns + (1 - num_columns % 2 if gap is None else gap)
+    buffer = torch.full((16 + offset + num_rows * stride + 16,), torch.nan, dtype=dtype)
+    view_NV = buffer.as_strided((num_rows, num_columns), (stride, 1), 16 + offset)
+    view_NV.copy_(random_logits(num_rows, num_columns, dtype, seed=seed))
+    return StridedLogits(buffer, view_NV)
+
+
+def adversarial_rows(num_columns: int) -> Tensor:
+    """[R, V] float32: maxima at either end, none, or hardly any possible column."""
+    spike_V = torch.zeros(num_columns)
+    spike_V[num_columns // 2] = 300.0
+    some_impossible_V = torch.linspace(-3, 3, num_columns)
+    some_impossible_V[::3] = -torch.inf
+    only_last_V = torch.full((num_columns,), -torch.inf)
+    only_last_V[-1] = -7.0
+    climbing_V = torch.linspace(-80, 80, num_columns)
+    return torch.stack(
+        [
+            torch.full((num_columns,), 80.0),
+            torch.full((num_columns,), -1e4),
+            spike_V,
+            some_impossible_V,
+            only_last_V,
+            climbing_V,
+            climbing_V.flip(0),
+        ]
     )
-    return student_TV
 
 
 def random_logits(
@@ -228,12 +247,13 @@ def filled_table(
     weight: str = "uniform",
     *,
     table: Tensor | None = None,
+    kernels: Any = torch.ops.bapo,
 ) -> Tensor:
     """[slots] int64: the tokens added to a table, a new one unless it is given."""
     if table is None:
         table = torch.zeros(grid.num_slots, dtype=torch.int64)
     arrays = [torch.from_numpy(array) for array in tokens.arrays()]
-    torch.ops.bapo.contributions_(table, grid_tensor(grid), *arrays, weight)
+    kernels.contributions_(table, grid_tensor(grid), *arrays, weight)
     return table
 
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from bapo_megatron.algorithm.objectives.bapo import BapoConfig
 from bapo_megatron.ops import extension
-from tests.ops.kernel_calls import LOWER, UPPER, filled_table, search_table
+from bapo_megatron.ops.contributions import TokenCounts, count_tokens
+from tests.ops.kernel_calls import (
+    GRID,
+    LOWER,
+    NONFINITE,
+    OUT_OF_RANGE,
+    UPPER,
+    filled_table,
+    plain_candidates,
+    search_table,
+)
 from tests.oracles.bound_search import Found, Rule, Tokens, exact_sums, released_recipe_search
 from tests.oracles.token_batches import paper_rule, random_tokens
 
@@ -122,25 +134,55 @@ def test_a_dual_clip_drops_only_what_lies_above_it_and_only_in_gradient_mode() -
 
 
 @pytest.mark.parametrize("contribution", ["surrogate", "gradient"])
-def test_a_batch_without_negative_tokens_starts(contribution: str) -> None:
-    tokens = tokens_of((1.0, 1.0), (5.0, 0.5), (0.1, 0.0))
-    result = search(tokens, paper_rule(contribution=contribution))
-    assert (result.exit, result.positive_share) == ("start", 1.0)
-    assert (result.clip_low, result.clip_high) == (np.float32(0.6), np.float32(1.2))
+def test_a_batch_of_one_sign_or_none_has_defined_bounds(contribution: str) -> None:
+    first, last = (np.float32(0.6), np.float32(1.2)), (np.float32(0.9), 3.0)
+    zero, one = np.zeros(2, dtype=np.float32), np.ones(2, dtype=np.float32)
+    for tokens, bounds, exit_name, share in (
+        (tokens_of((1.0, 1.0), (5.0, 0.5), (0.1, 0.0)), first, "start", 1.0),
+        (tokens_of((1.0, -1.0), (2.0, -0.5)), last, "exhausted", 0.0),
+        (Tokens(zero[:0], zero[:0], zero[:0], zero[:0]), first, "start", None),
+        (Tokens(zero, zero, one, zero), first, "start", None),
+        (Tokens(zero, zero, zero, one), first, "start", None),
+    ):
+        result = search(tokens, paper_rule(contribution=contribution))
+        assert same(result, Found(*bounds, exit_name))
+        assert share is None or result.positive_share == share
 
 
-def test_a_batch_without_positive_tokens_is_exhausted() -> None:
-    result = search(tokens_of((1.0, -1.0), (2.0, -0.5)), paper_rule())
-    assert same(result, Found(float(np.float32(0.9)), 3.0, "exhausted"))
-    assert result.positive_share == 0.0
+@pytest.mark.parametrize(
+    ("slot", "value", "words"),
+    [
+        (NONFINITE, 1, "counted 1 tokens with a log-prob, advantage or mask"),
+        (OUT_OF_RANGE, 1, "256 or a mask other than 0 and 1"),
+        (5, -1, "holds a negative sum"),
+    ],
+)
+def test_a_table_that_cannot_be_trusted_has_no_path(slot: int, value: int, words: str) -> None:
+    table = filled_table(tokens_of((1.0, 1.0), (1.0, -2.0), (1.0, -1.0)), GRID)
+    assert count_tokens(table) == TokenCounts(0, 0, 1, 2)
+    table[slot] = value
+    with pytest.raises(ValueError, match=words):
+        BapoConfig().search().path(table)
 
 
-@pytest.mark.parametrize("case", ["empty", "all_masked", "zero_advantages"])
-def test_a_batch_without_gradient_starts(case: str) -> None:
-    size = 0 if case == "empty" else 5
-    mask = np.full(size, case != "all_masked", dtype=np.float32)
-    advantage = np.full(size, case == "all_masked", dtype=np.float32)
-    zero = np.zeros(size, dtype=np.float32)
-    for contribution in ("surrogate", "gradient"):
-        result = search(Tokens(zero, zero, advantage, mask), paper_rule(contribution=contribution))
-        assert same(result, Found(float(np.float32(0.6)), float(np.float32(1.2)), "start"))
+def test_a_table_of_another_length_is_refused() -> None:
+    # 18 upper and 17 lower bins of 4 slots, 4 counters.
+    grid = extension.ClipGrid(LOWER, (1.2, 2.0, 0.05))
+    with pytest.raises(ValueError, match="table must have the grid's 144 slots, got 224"):
+        search_table(filled_table(tokens_of((1.0, 1.0)), GRID), grid, paper_rule())
+
+
+def test_strided_tensors_and_tensors_with_gradient_are_taken() -> None:
+    search = BapoConfig().search()
+    wide = torch.tensor([[0.3, 9.0], [-0.2, 9.0]], requires_grad=True)
+    zero, ones, advantage = torch.zeros(2), torch.ones(2), torch.tensor([1.0, -1.0])
+    strided = search.contributions(wide[:, 0], zero, advantage, ones)
+    plain = search.contributions(torch.tensor([0.3, -0.2]), zero, advantage, ones)
+    assert torch.equal(strided, plain)
+    assert count_tokens(plain) == TokenCounts(0, 0, 1, 1)
+
+
+def test_the_dual_clip_is_a_candidate_in_gradient_mode_only() -> None:
+    gradient = BapoConfig.model_validate({"contribution": "gradient"}).search(dual_clip=3.0)
+    assert plain_candidates(gradient.grid)[2] == 3.0
+    assert plain_candidates(BapoConfig().search(dual_clip=3.0).grid)[2] is None

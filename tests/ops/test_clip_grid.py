@@ -22,45 +22,37 @@ def test_the_paper_grid_has_sixteen_lower_and_thirty_seven_upper_candidates() ->
     assert grid.num_slots == 38 * 4 + 17 * 4 + 4 == 224
 
 
-def test_the_path_moves_the_first_bound_to_its_end_and_then_the_other() -> None:
-    lower, upper = (0.5, 1.0, 0.25), (1.0, 2.0, 0.5)
-    assert path_of(ClipGrid(lower, upper)) == [
-        (0.5, 1.0),
-        (0.5, 1.5),
-        (0.5, 2.0),
-        (0.75, 2.0),
-        (1.0, 2.0),
-    ]
-    assert path_of(ClipGrid(lower, upper, order="lower_first")) == [
-        (0.5, 1.0),
-        (0.75, 1.0),
-        (1.0, 1.0),
-        (1.0, 1.5),
-        (1.0, 2.0),
-    ]
+@pytest.mark.parametrize(
+    ("order", "path"),
+    [
+        ("upper_first", [(0.5, 1.0), (0.5, 1.5), (0.5, 2.0), (0.75, 2.0), (1.0, 2.0)]),
+        ("lower_first", [(0.5, 1.0), (0.75, 1.0), (1.0, 1.0), (1.0, 1.5), (1.0, 2.0)]),
+    ],
+)
+def test_the_path_moves_the_first_bound_to_its_end_and_then_the_other(
+    order: str, path: list[tuple[float, float]]
+) -> None:
+    assert path_of(ClipGrid((0.5, 1.0, 0.25), (1.0, 2.0, 0.5), order=order)) == path
 
 
-def test_the_recipe_adds_its_steps_up_and_ends_at_the_maximum() -> None:
-    grid = ClipGrid(*RECIPE, order="lower_first", spacing="running_sum")
-    assert plain_candidates(grid)[0] == [float(np.float32(c)) for c in (0.6, 0.65, 0.7, 0.75, 0.8)]
-    assert len(path_of(grid)) == 21
-    lower, upper = (0.6, 0.8, 0.15), (1.0, 1.0, 1.0)
-    assert plain_candidates(ClipGrid(lower, upper, spacing="running_sum"))[0] == [
-        float(np.float32(c)) for c in (0.6, 0.75, 0.8)
-    ]
-    assert len(plain_candidates(ClipGrid(lower, upper))[0]) == 2
-
-
-def test_a_quotient_just_below_an_integer_keeps_its_last_candidate() -> None:
-    # (0.95 − 0.8) / 0.05 is 2.9999999999999973 in float64.
-    grid = ClipGrid((0.8, 0.95, 0.05), (1.2, 2.0, 0.1))
-    lower, upper, _ = plain_candidates(grid)
-    assert lower == [float(np.float32(c)) for c in (0.8, 0.85, 0.9, 0.95)]
-    assert len(upper) == 9
-
-
-def test_a_range_without_room_has_one_candidate() -> None:
-    assert path_of(ClipGrid((1.0, 1.0, 0.1), (1.0, 1.0, 0.1))) == [(1.0, 1.0)]
+@pytest.mark.parametrize(
+    ("lower", "spacing", "candidates"),
+    [
+        # The recipe adds its steps up and ends at the maximum.
+        ((0.6, 0.8, 0.05), "running_sum", (0.6, 0.65, 0.7, 0.75, 0.8)),
+        ((0.6, 0.8, 0.15), "running_sum", (0.6, 0.75, 0.8)),
+        ((0.6, 0.8, 0.15), "multiples", (0.6, 0.75)),
+        # (0.95 − 0.8) / 0.05 is 2.9999999999999973 in float64.
+        ((0.8, 0.95, 0.05), "multiples", (0.8, 0.85, 0.9, 0.95)),
+        ((1.0, 1.0, 0.1), "multiples", (1.0,)),
+    ],
+)
+def test_candidates_are_multiples_of_the_step_or_its_running_sums(
+    lower: tuple[float, float, float], spacing: str, candidates: tuple[float, ...]
+) -> None:
+    grid = ClipGrid(lower, (1.0, 1.0, 1.0), spacing=spacing)
+    assert plain_candidates(grid)[0] == [float(np.float32(c)) for c in candidates]
+    assert len(path_of(grid)) == len(candidates)
 
 
 def test_the_dual_clip_is_kept_as_float32() -> None:

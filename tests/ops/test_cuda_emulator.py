@@ -13,53 +13,53 @@ from tests.cuda_emulation.launchers import EmulatedKernels
 class TestEmulator:
     """The emulator must be able to fail: else the tests below would show nothing."""
 
-    def probe(self, kernels: EmulatedKernels, which: int) -> tuple[int, str, list[int]]:
+    def probe(self, emulated: EmulatedKernels, which: int) -> tuple[int, str, list[int]]:
         out = torch.zeros(68, dtype=torch.int32)
-        error = kernels.library.probe_launch(which, ctypes.c_void_p(out.data_ptr()))
-        return error, kernels.library.emulator_last_failure().decode(), out[:64].tolist()
+        error = emulated.library.probe_launch(which, ctypes.c_void_p(out.data_ptr()))
+        return error, emulated.library.emulator_last_failure().decode(), out[:64].tolist()
 
     @pytest.mark.parametrize(
         ("which", "reason"), [(0, "never reach"), (1, "all 32 lanes"), (2, "misaligned")]
     )
     def test_reports_a_barrier_a_shuffle_and_a_vector_that_hardware_would_not_take(
-        self, kernels: EmulatedKernels, which: int, reason: str
+        self, emulated: EmulatedKernels, which: int, reason: str
     ) -> None:
-        error, message, _ = self.probe(kernels, which)
+        error, message, _ = self.probe(emulated, which)
         assert error == 719
         assert reason in message
 
     def test_shows_a_race_as_a_result_that_depends_on_the_order(
-        self, kernels: EmulatedKernels
+        self, emulated: EmulatedKernels
     ) -> None:
-        ascending = self.probe(kernels, 3)
-        kernels.set_order(1)
-        descending = self.probe(kernels, 3)
+        ascending = self.probe(emulated, 3)
+        emulated.set_order(1)
+        descending = self.probe(emulated, 3)
         assert ascending[:2] == descending[:2] == (0, "")
         assert ascending[2] != descending[2]
 
-    def test_adds_over_the_lanes_of_each_warp(self, kernels: EmulatedKernels) -> None:
-        assert self.probe(kernels, 4) == (0, "", [496] * 32 + [1520] * 32)
+    def test_adds_over_the_lanes_of_each_warp(self, emulated: EmulatedKernels) -> None:
+        assert self.probe(emulated, 4) == (0, "", [496] * 32 + [1520] * 32)
 
-    def test_half_conversions_are_those_of_torch(self, kernels: EmulatedKernels) -> None:
+    def test_half_conversions_are_those_of_torch(self, emulated: EmulatedKernels) -> None:
         bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
         expected = bits.view(torch.float16).float()
         got = torch.empty(65536)
         back = torch.empty(65536, dtype=torch.uint16)
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (bits, got, back)]
-        kernels.library.probe_half(pointers[0], 65536, pointers[1], pointers[2])
+        emulated.library.probe_half(pointers[0], 65536, pointers[1], pointers[2])
         finite = ~expected.isnan()
         assert torch.equal(got[finite], expected[finite])
         assert bool(got[~finite].isnan().all())
         assert torch.equal(back[finite].int(), bits[finite].int())
 
-    def test_rounding_to_16_bits_is_that_of_torch(self, kernels: EmulatedKernels) -> None:
+    def test_rounding_to_16_bits_is_that_of_torch(self, emulated: EmulatedKernels) -> None:
         generator = torch.Generator().manual_seed(3)
         exponents = torch.randint(-30, 20, (20000,), generator=generator)
         values = torch.randn(20000, generator=generator) * torch.exp2(exponents.float())
         half = torch.empty(20000, dtype=torch.uint16)
         bfloat16 = torch.empty(20000, dtype=torch.uint16)
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (values, half, bfloat16)]
-        kernels.library.probe_round(pointers[0], 20000, pointers[1], pointers[2])
+        emulated.library.probe_round(pointers[0], 20000, pointers[1], pointers[2])
         assert torch.equal(half.view(torch.float16), values.half())
         assert torch.equal(bfloat16.view(torch.bfloat16), values.bfloat16())
 
@@ -68,13 +68,13 @@ class TestRowLayout:
     @pytest.mark.parametrize("element_bytes", [2, 4])
     @pytest.mark.parametrize("columns", [0, 1, 7, 8, 15, 16, 17, 31, 33, 4097, 19008, 33000])
     def test_every_column_is_read_once_by_aligned_vectors_within_the_registers(
-        self, kernels: EmulatedKernels, columns: int, element_bytes: int
+        self, emulated: EmulatedKernels, columns: int, element_bytes: int
     ) -> None:
         for address in range(4096, 4096 + 32, element_bytes):
             counts = torch.zeros(columns + 8, dtype=torch.int32)
             row = (ctypes.c_uint64(address), columns, element_bytes)
             pointer = ctypes.c_void_p(counts.data_ptr())
-            kernels.library.probe_row_layout(*row, 256, 2560, pointer)
+            emulated.library.probe_row_layout(*row, 256, 2560, pointer)
             assert counts.tolist() == [1] * columns + [0] * 8
-            assert kernels.library.probe_vectors_aligned(*row) == 1
-            assert kernels.library.probe_max_vectors(*row, 256, 2560) <= 10
+            assert emulated.library.probe_vectors_aligned(*row) == 1
+            assert emulated.library.probe_max_vectors(*row, 256, 2560) <= 10

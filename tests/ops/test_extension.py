@@ -28,3 +28,14 @@ def test_a_gpu_without_kernels_is_refused_and_the_cpu_always_has_some(
     monkeypatch.setattr(extension, "build_info", lambda: {"cuda": False})
     with pytest.raises(ValueError, match=r"cuda:3: .* built without CUDA; install nvcc"):
         extension.check_kernels(torch.device("cuda", 3))
+
+
+def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:
+    info = extension.build_info()
+    assert info["version"] == "0.2.0"
+    assert "-ffp-contract=off" in info["flags"]
+    assert "-march" not in info["flags"]
+    assert info["isa"] == info["available_isas"][-1]
+    assert info["available_isas"][0] == "portable"
+    assert info["compiler"]
+    assert info["git_commit"]
