@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.algorithm.loss import differentiate
@@ -76,16 +77,23 @@ class Outcome:
     entropy_T: Tensor
     hidden_NH: Tensor | None
     weight_VH: Tensor | None
+    kl_T: Tensor | None = None
+    """With a teacher."""
 
 
 class ClippedLoss:
-    """A ``TokenLoss``: the clipped loss with an entropy bonus."""
+    """A ``TokenLoss``: the clipped loss, an entropy bonus, and a divergence where it gets one."""
 
-    def __init__(self, tokens: Tokens, entropy_coefficient: float) -> None:
+    def __init__(
+        self, tokens: Tokens, entropy_coefficient: float = 0.0, *, ignores_kl: bool = False
+    ) -> None:
         self.parts: list[slice] = []
+        """That it was called with."""
+        self.kl_T = torch.full_like(tokens.mask_T, torch.nan)
         """That it was called with."""
         self._tokens = tokens
         self._entropy_coefficient = entropy_coefficient
+        self._ignores_kl = ignores_kl
 
     def __call__(
         self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
@@ -98,37 +106,21 @@ class ClippedLoss:
         batch = make_tokens(
             logprob_T, chunk.behaviour_logprob_T, chunk.advantage_T, chunk.mask_T, entropy_T
         )
-        weight_T = chunk.loss_weight_T * chunk.mask_T
+        weight_T, bonus_T = chunk.loss_weight_T * chunk.mask_T, None
         objective = FixedClip(LOW, HIGH, DUAL_CLIP)
         _, loss_T, by_logprob_T, _ = differentiate(objective, batch, weight_T)
         loss = (weight_T * loss_T).sum(dtype=torch.float64)
-        if self._entropy_coefficient == 0:
-            return LossGradient(loss, by_logprob_T, None)
-        bonus_T = -self._entropy_coefficient * weight_T
-        loss = loss + (bonus_T * entropy_T).sum(dtype=torch.float64)
-        return LossGradient(loss, by_logprob_T, bonus_T)
-
-
-class DistilledLoss:
-    """A ``TokenLoss``: the clipped loss and a weighted divergence from a teacher."""
-
-    def __init__(self, tokens: Tokens, entropy_coefficient: float) -> None:
-        self.kl_T = torch.full_like(tokens.mask_T, torch.nan)
-        """That it was called with."""
-        self._clipped = ClippedLoss(tokens, entropy_coefficient)
-        self._weight_T = kl_weights(tokens)
-
-    def __call__(
-        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
-    ) -> LossGradient:
-        assert kl_T is not None
+        if self._entropy_coefficient != 0:
+            bonus_T = -self._entropy_coefficient * weight_T
+            loss = loss + (bonus_T * entropy_T).sum(dtype=torch.float64)
+        if kl_T is None or self._ignores_kl:
+            return LossGradient(loss, by_logprob_T, bonus_T)
         assert kl_T.shape == logprob_T.shape
         assert not kl_T.requires_grad
         self.kl_T[part] = kl_T
-        gradient = self._clipped(logprob_T, entropy_T, part)
-        weight_T = self._weight_T[part]
-        loss = gradient.loss + (weight_T * kl_T).sum(dtype=torch.float64)
-        return gradient._replace(loss=loss, kl_T=weight_T)
+        by_kl_T = kl_weights(chunk)
+        loss = loss + (by_kl_T * kl_T).sum(dtype=torch.float64)
+        return LossGradient(loss, by_logprob_T, bonus_T, by_kl_T)
 
 
 def kl_weights(tokens: Tokens) -> Tensor:
@@ -145,15 +137,6 @@ def make_teacher(problem: Problem, direction: Any, *, hidden_size: int = 16) -> 
     return TeacherRows(
         hidden_TH.to(dtype), OutputHead((weight_VH / hidden_size**0.5).to(dtype)), direction
     )
-
-
-def run_distilled(
-    problem: Problem, teacher: TeacherRows, *, entropy_coefficient: float, **changes: Any
-) -> tuple[Outcome, Tensor]:
-    """The outcome with a teacher, and the divergences that the loss got."""
-    token_loss = DistilledLoss(problem.tokens, entropy_coefficient)
-    outcome = run_chunked(problem, teacher=teacher, token_loss=token_loss, **changes)
-    return outcome, token_loss.kl_T
 
 
 def make_problem(num_rows: int = 90, num_tokens: int = 61, seed: int = 0) -> Problem:
@@ -211,11 +194,10 @@ def chunked_loss(
     hidden_MH: Tensor,
     head: OutputHead,
     tokens: Tokens,
-    *,
-    entropy_coefficient: float = 0.0,
+    token_loss: ClippedLoss | None = None,
     **changes: Any,
 ) -> tuple[Tensor, TokenLogprobs]:
-    token_loss = changes.pop("token_loss", ClippedLoss(tokens, entropy_coefficient))
+    token_loss = token_loss or ClippedLoss(tokens)
     return chunked.chunked_loss(hidden_MH, chunks_of(head, tokens, **changes), token_loss)
 
 
@@ -235,29 +217,48 @@ def collect(
     return chunked.chunked_logprobs(hidden_MH, chunks_of(head, tokens, chunk_tokens=chunk_tokens))
 
 
-def run_chunked(problem: Problem, **changes: Any) -> Outcome:
+def run_chunked(
+    problem: Problem,
+    *,
+    entropy_coefficient: float = 0.0,
+    token_loss: ClippedLoss | None = None,
+    teacher: TeacherRows | None = None,
+    **changes: Any,
+) -> Outcome:
     hidden_NH, weight_VH = leaves(problem)
-    loss, policy = chunked_loss(hidden_NH, OutputHead(weight_VH), problem.tokens, **changes)
+    token_loss = token_loss or ClippedLoss(problem.tokens, entropy_coefficient)
+    head, changes = OutputHead(weight_VH), changes | {"teacher": teacher}
+    loss, policy = chunked_loss(hidden_NH, head, problem.tokens, token_loss, **changes)
     loss.backward()
-    return Outcome(loss.detach(), *policy, hidden_NH.grad, weight_VH.grad)
+    kl_T = None if teacher is None else token_loss.kl_T
+    return Outcome(loss.detach(), *policy, hidden_NH.grad, weight_VH.grad, kl_T)
 
 
-def run_unchunked(problem: Problem, *, entropy_coefficient: float) -> Outcome:
-    """All logits at once, through the ops that the chunked path replaces."""
+def run_unchunked(
+    problem: Problem,
+    *,
+    entropy_coefficient: float,
+    columns: slice = slice(None),
+    group: dist.ProcessGroup | None = None,
+) -> Outcome:
+    """All logits at once, through the ops that the chunked path replaces.
+
+    With a group this rank has some columns, and the gradient of the hidden states is its part.
+    """
     hidden_NH, weight_VH = leaves(problem)
     tokens = problem.tokens
     logprob_T, entropy_T = vocab_parallel_logprobs(
-        hidden_NH @ weight_VH.t(),
+        hidden_NH @ weight_VH[columns].t(),
         tokens.target_T,
         vocab_size=VOCAB_SIZE,
         rows_T=tokens.rows_T,
         temperature=TEMPERATURE,
+        group=group,
     )
     loss = apply_token_loss(logprob_T, entropy_T, ClippedLoss(tokens, entropy_coefficient))
     loss.backward()
-    return Outcome(
-        loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad
-    )
+    results = (loss.detach(), logprob_T.detach(), entropy_T.detach())
+    return Outcome(*results, hidden_NH.grad, weight_VH.grad)
 
 
 def run_oracle(
@@ -286,13 +287,14 @@ def run_oracle(
         entropy_T=entropy_T,
         entropy_coefficient=entropy_coefficient,
     ).loss
+    kl_T = None
     if teacher is not None:
         kl_T = divergences(logits_TV, teacher)
         loss = loss + (kl_weights(tokens).double() * kl_T).sum()
+        kl_T = kl_T.detach()
     loss.backward()
-    return Outcome(
-        loss.detach(), logprob_T.detach(), entropy_T.detach(), hidden_NH.grad, weight_VH.grad
-    )
+    results = (loss.detach(), logprob_T.detach(), entropy_T.detach())
+    return Outcome(*results, hidden_NH.grad, weight_VH.grad, kl_T)
 
 
 def float32_bound(problem: Problem, expected: Outcome, **settings: Any) -> float:
@@ -316,6 +318,7 @@ def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
 
 
 def worst_error(actual: Outcome, expected: Outcome) -> float:
-    """The largest relative error of loss, log-probs, entropies and gradients."""
+    """The largest relative error of loss, log-probs, entropies, gradients and divergences."""
     names = ["loss", "logprob_T", "entropy_T", "hidden_NH", "weight_VH"]
+    names += ["kl_T"] if expected.kl_T is not None else []
     return max(relative_error(getattr(actual, name), getattr(expected, name)) for name in names)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,19 +17,18 @@ from bapo_megatron.ops.chunked import OutputHead, TeacherRows
 from tests.distributed_launch import joined
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
-    VOCAB_SIZE,
-    DistilledLoss,
+    ClippedLoss,
     Outcome,
     Problem,
     chunked_loss,
     collect,
-    divergences,
     float32_bound,
     make_problem,
     make_teacher,
     relative_error,
     run_chunked,
     run_oracle,
+    run_unchunked,
     with_main_grad,
 )
 
@@ -45,8 +45,13 @@ def two_ranks() -> dict[str, Any]:
                 name = f"{num_tokens} tokens, sequence parallel {sequence_parallel}"
                 results[name] = _divide_vocabulary(groups.tensor, num_tokens, sequence_parallel)
         for direction in ("reverse", "forward"):
-            results[f"teacher, {direction}"] = _divide_teacher(groups.tensor, direction)
+            divided = _divide_vocabulary(groups.tensor, 61, True, direction)
+            results[f"teacher, {direction}"] = divided
+        for num_tokens in (61, 5, 0):
+            divided = _divide_logits(groups.tensor, num_tokens)
+            results[f"{num_tokens} tokens, whole logits"] = divided
         results["collectives"] = {
+            "of whole logits": _count_collectives_of_logits(groups.tensor),
             "per chunk": _count_collectives(groups.tensor, chunk_tokens=16),
             "in one chunk": _count_collectives(groups.tensor, chunk_tokens=1000),
             "with a teacher": _count_collectives(groups.tensor, chunk_tokens=16, teacher=True),
@@ -64,64 +69,67 @@ def _whole(problem: Problem, **settings: Any) -> tuple[Outcome, float]:
 
 
 def _divide_vocabulary(
-    group: dist.ProcessGroup, num_tokens: int, sequence_parallel: bool
+    group: dist.ProcessGroup,
+    num_tokens: int,
+    sequence_parallel: bool,
+    direction: str | None = None,
 ) -> tuple[dict[str, float], float]:
+    """The vocabulary of student and teacher over two ranks, of which the second has padding."""
     problem = make_problem(num_tokens=num_tokens)
-    whole, bound = _whole(problem)
+    teacher = None if direction is None else make_teacher(problem, direction)
+    whole, bound = _whole(problem, teacher=teacher)
     rank = dist.get_rank(group)
     rows = _part(problem.hidden_NH, rank) if sequence_parallel else slice(None)
     columns = _part(problem.weight_VH, rank)
     weight_VH: Any = with_main_grad(problem.weight_VH[columns])
     hidden_MH = problem.hidden_NH[rows].clone().requires_grad_()
     head = OutputHead(weight_VH, group, sequence_parallel)
+    token_loss = ClippedLoss(problem.tokens, ENTROPY_COEFFICIENT)
 
     collected = collect(hidden_MH, head, problem.tokens, 16)
-    loss, policy = chunked_loss(
-        hidden_MH, head, problem.tokens, entropy_coefficient=ENTROPY_COEFFICIENT
-    )
+    part = None if teacher is None else _teacher_part(teacher, group)
+    loss, policy = chunked_loss(hidden_MH, head, problem.tokens, token_loss, teacher=part)
     loss.backward()
     assert whole.hidden_NH is not None
     assert whole.weight_VH is not None
-    return {
+    errors = {
         "loss": relative_error(loss.detach(), whole.loss),
         "logprob": relative_error(policy.logprob_T, whole.logprob_T),
         "entropy": relative_error(policy.entropy_T, whole.entropy_T),
         "collected": relative_error(collected.logprob_T, whole.logprob_T),
         "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
         "weight": relative_error(weight_VH.main_grad - EARLIER_GRADIENT, whole.weight_VH[columns]),
-    }, bound
+        "kl": 0.0 if teacher is None else relative_error(token_loss.kl_T, whole.kl_T),
+    }
+    return errors, bound
 
 
-def _divide_teacher(group: dist.ProcessGroup, direction: str) -> tuple[dict[str, float], float]:
-    """The vocabulary of student and teacher over two ranks, of which the second has padding."""
-    problem = make_problem()
-    teacher = make_teacher(problem, direction)
-    whole, bound = _whole(problem, teacher=teacher)
-    logits_TV = problem.hidden_NH.double() @ problem.weight_VH.double().t()
-    whole_kl_T = divergences(logits_TV[problem.tokens.rows_T, :VOCAB_SIZE], teacher)
-    rank = dist.get_rank(group)
-    rows, columns = _part(problem.hidden_NH, rank), _part(problem.weight_VH, rank)
-    weight_VH: Any = with_main_grad(problem.weight_VH[columns])
-    hidden_MH = problem.hidden_NH[rows].clone().requires_grad_()
-    token_loss = DistilledLoss(problem.tokens, ENTROPY_COEFFICIENT)
-    loss, policy = chunked_loss(
-        hidden_MH,
-        OutputHead(weight_VH, group, sequence_parallel=True),
-        problem.tokens,
-        token_loss=token_loss,
-        teacher=_teacher_part(teacher, group),
+def _divide_logits(group: dist.ProcessGroup, num_tokens: int) -> tuple[dict[str, float], float]:
+    """The columns of the logits over two ranks."""
+    problem = make_problem(num_tokens=num_tokens)
+    whole, bound = _whole(problem)
+    columns = _part(problem.weight_VH, dist.get_rank(group))
+    part = run_unchunked(
+        problem, entropy_coefficient=ENTROPY_COEFFICIENT, columns=columns, group=group
     )
-    loss.backward()
-    assert whole.hidden_NH is not None
-    assert whole.weight_VH is not None
-    return {
-        "loss": relative_error(loss.detach(), whole.loss),
-        "logprob": relative_error(policy.logprob_T, whole.logprob_T),
-        "entropy": relative_error(policy.entropy_T, whole.entropy_T),
-        "kl": relative_error(token_loss.kl_T, whole_kl_T),
-        "hidden": relative_error(hidden_MH.grad, whole.hidden_NH[rows]),
-        "weight": relative_error(weight_VH.main_grad - EARLIER_GRADIENT, whole.weight_VH[columns]),
-    }, bound
+    assert part.hidden_NH is not None
+    assert part.weight_VH is not None
+    for summed in (part.hidden_NH, part.weight_VH):
+        dist.all_reduce(summed, group=group)
+    names = ("loss", "logprob_T", "entropy_T", "hidden_NH", "weight_VH")
+    errors = {name: relative_error(getattr(part, name), getattr(whole, name)) for name in names}
+    same_bits = [torch.empty_like(part.logprob_T) for _ in range(2)]
+    dist.all_gather(same_bits, part.logprob_T, group=group)
+    return errors | {"same bits": float(not torch.equal(*same_bits))}, bound
+
+
+def _count_collectives_of_logits(group: dist.ProcessGroup) -> list[str]:
+    """Names of the collectives of log-probs and their gradient without chunks."""
+    problem = make_problem()
+    columns = _part(problem.weight_VH, dist.get_rank(group))
+    with _recorded_collectives() as names:
+        run_unchunked(problem, entropy_coefficient=0.0, columns=columns, group=group)
+    return names
 
 
 def _teacher_part(teacher: TeacherRows, group: dist.ProcessGroup) -> TeacherRows:
@@ -168,7 +176,6 @@ def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int, teacher: boo
     changes: dict[str, Any] = {"chunk_tokens": chunk_tokens}
     if teacher:
         changes["teacher"] = _teacher_part(make_teacher(problem, "reverse"), group)
-        changes["token_loss"] = DistilledLoss(problem.tokens, 0.0)
     with _recorded_collectives() as names:
         chunked_loss(hidden_MH, head, problem.tokens, **changes)[0].backward()
     return names

@@ -19,17 +19,16 @@ from tests.ops.chunked_problem import (
     VOCAB_SIZE,
     ClippedLoss,
     Outcome,
+    Problem,
     away_from_bounds,
     chunked_loss,
     collect,
-    divergences,
     float32_bound,
     leaves,
     make_problem,
     make_teacher,
     relative_error,
     run_chunked,
-    run_distilled,
     run_oracle,
     run_unchunked,
     with_main_grad,
@@ -39,22 +38,33 @@ from tests.tolerances import assert_within, sum_bound
 
 CHUNK_TOKENS = [1, 7, 64, 1000]
 """make_problem has 61 tokens: one at a time, a last chunk of 5, and all of them in one chunk."""
+with_and_without_teachers = pytest.mark.parametrize("direction", [None, "reverse", "forward"])
+with_teachers = pytest.mark.parametrize("direction", ["reverse", "forward"])
 
 
+def teacher_of(problem: Problem, direction: str | None) -> TeacherRows | None:
+    return None if direction is None else make_teacher(problem, direction)
+
+
+@with_and_without_teachers
 @pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
 @pytest.mark.parametrize("chunk_tokens", CHUNK_TOKENS)
-def test_float32_is_near_autograd_in_float64_as_all_logits_at_once_are(
-    chunk_tokens: int, entropy_coefficient: float
+def test_float32_is_near_autograd_in_float64(
+    chunk_tokens: int, entropy_coefficient: float, direction: str | None
 ) -> None:
-    for seed in (0, 1):
-        problem, settings = make_problem(seed=seed), {"entropy_coefficient": entropy_coefficient}
-        expected = run_oracle(problem, **settings)
-        bound = float32_bound(problem, expected, **settings)
-        for outcome in (
-            run_chunked(problem, chunk_tokens=chunk_tokens, **settings),
-            run_unchunked(problem, **settings),
-        ):
-            assert_within(worst_error(outcome, expected), bound)
+    problem = make_problem(seed=1)
+    settings: dict[str, Any] = {"entropy_coefficient": entropy_coefficient}
+    settings["teacher"] = teacher_of(problem, direction)
+    expected = run_oracle(problem, **settings)
+    bound = float32_bound(problem, expected, **settings)
+    actual = run_chunked(problem, chunk_tokens=chunk_tokens, **settings)
+    assert_within(worst_error(actual, expected), bound)
+    without = run_oracle(problem, entropy_coefficient=entropy_coefficient)
+    if direction is None:
+        unchunked = run_unchunked(problem, entropy_coefficient=entropy_coefficient)
+        assert_within(worst_error(unchunked, expected), bound)
+    else:  # the divergence is not a small part of the gradient
+        assert relative_error(without.weight_VH, expected.weight_VH) > 0.1
 
 
 def test_the_problem_has_tokens_beyond_both_bounds_and_masked_ones() -> None:
@@ -81,16 +91,21 @@ def test_the_loss_sees_every_token_once_and_in_order(
     assert token_loss.parts == [slice(*part) for part in parts]
 
 
+@with_and_without_teachers
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_are_as_good_as_without_chunks(dtype: torch.dtype) -> None:
+def test_16_bit_gradients_are_as_good_as_without_chunks(
+    dtype: torch.dtype, direction: str | None
+) -> None:
     """Against float64 with the same rounded inputs."""
     problem = away_from_bounds(make_problem(num_rows=400, num_tokens=300).to("cpu", dtype))
-    expected = run_oracle(problem, entropy_coefficient=0.03)
-    settings: Any = {"entropy_coefficient": 0.03}
-    unchunked = run_unchunked(problem, **settings)
-    actual = run_chunked(problem, chunk_tokens=64, **settings)
+    settings: dict[str, Any] = {"entropy_coefficient": 0.03}
+    teacher = teacher_of(problem, direction)
+    expected = run_oracle(problem, teacher=teacher, **settings)
+    actual = run_chunked(problem, chunk_tokens=64, teacher=teacher, **settings)
     assert_within(worst_error(actual, expected), 0.05)
-    assert worst_error(actual, expected) < 1.2 * worst_error(unchunked, expected)
+    if direction is None:
+        unchunked = run_unchunked(problem, **settings)
+        assert worst_error(actual, expected) < 1.2 * worst_error(unchunked, expected)
     assert actual.hidden_NH is not None
     assert actual.hidden_NH.dtype is dtype
     assert actual.logprob_T.dtype is torch.float32
@@ -133,17 +148,18 @@ def test_the_collection_pass_and_the_loss_pass_have_the_same_logprobs() -> None:
     assert torch.equal(collected_T, run_chunked(problem, chunk_tokens=16).logprob_T)
 
 
-def test_without_response_tokens_everything_is_0() -> None:
+@with_and_without_teachers
+@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
+def test_without_response_tokens_everything_is_0(
+    entropy_coefficient: float, direction: str | None
+) -> None:
     problem = make_problem(num_tokens=0)
-    for entropy_coefficient in (0.0, 0.03):
-        outcome = run_chunked(problem, entropy_coefficient=entropy_coefficient)
-        assert outcome.loss.item() == 0.0
-        assert outcome.logprob_T.shape == (0,)
-        assert outcome.entropy_T.shape == (0,)
-        assert outcome.hidden_NH is not None
-        assert torch.equal(outcome.hidden_NH, torch.zeros(90, HIDDEN_SIZE))
-        assert outcome.weight_VH is not None
-        assert torch.equal(outcome.weight_VH, torch.zeros(PADDED_VOCAB, HIDDEN_SIZE))
+    teacher = teacher_of(problem, direction)
+    outcome = run_chunked(problem, entropy_coefficient=entropy_coefficient, teacher=teacher)
+    assert outcome.loss.item() == 0.0
+    assert outcome.logprob_T.shape == outcome.entropy_T.shape == (0,)
+    assert torch.equal(outcome.hidden_NH, torch.zeros(90, HIDDEN_SIZE))
+    assert torch.equal(outcome.weight_VH, torch.zeros(PADDED_VOCAB, HIDDEN_SIZE))
 
 
 def test_rows_without_a_token_and_padded_vocabulary_get_no_gradient() -> None:
@@ -169,11 +185,14 @@ class _CountProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_takes_three_matrix_products(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("direction", "products"), [(None, 3), ("forward", 4)])
+def test_a_chunk_takes_three_matrix_products_and_a_teacher_one(
+    dtype: torch.dtype, direction: str | None, products: int
+) -> None:
     problem = make_problem().to("cpu", dtype)
     with _CountProducts() as counted:
-        run_chunked(problem, chunk_tokens=16)
-    assert counted.products == 3 * 4  # 61 tokens
+        run_chunked(problem, chunk_tokens=16, teacher=teacher_of(problem, direction))
+    assert counted.products == products * 4  # 61 tokens
 
 
 def test_the_loss_can_end_a_pipeline_stage() -> None:
@@ -185,7 +204,7 @@ def test_the_loss_can_end_a_pipeline_stage() -> None:
             hidden_NH,
             OutputHead(weight_VH),
             problem.tokens,
-            entropy_coefficient=entropy_coefficient,
+            ClippedLoss(problem.tokens, entropy_coefficient),
         )
         assert loss.shape == ()
         assert loss.dtype is torch.float32
@@ -296,56 +315,12 @@ def test_a_main_grad_of_16_bits_is_refused() -> None:
         chunked_loss(hidden_NH, OutputHead(rounded), problem.tokens)
 
 
-def worst_distilled_error(actual: tuple[Outcome, Any], expected: Outcome, kl_T: Any) -> float:
-    outcome, actual_kl_T = actual
-    return max(worst_error(outcome, expected), relative_error(actual_kl_T, kl_T))
-
-
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
-@pytest.mark.parametrize("entropy_coefficient", [0.0, 0.03])
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 16, 1000])
-def test_with_a_teacher_it_is_near_autograd_in_float64(
-    chunk_tokens: int, entropy_coefficient: float, direction: str
-) -> None:
-    problem = make_problem(seed=1)
-    teacher = make_teacher(problem, direction)
-    actual = run_distilled(
-        problem,
-        teacher,
-        entropy_coefficient=entropy_coefficient,
-        chunk_tokens=chunk_tokens,
-    )
-    expected = run_oracle(problem, entropy_coefficient=entropy_coefficient, teacher=teacher)
-    logits_TV = problem.hidden_NH.double() @ problem.weight_VH.double().t()
-    kl_T = divergences(logits_TV[problem.tokens.rows_T, :VOCAB_SIZE], teacher)
-    settings: Any = {"entropy_coefficient": entropy_coefficient, "teacher": teacher}
-    bound = float32_bound(problem, expected, **settings)
-    assert_within(worst_distilled_error(actual, expected, kl_T), bound)
-    # The divergence is not a small part of the gradient, and its direction matters.
-    without = run_oracle(problem, entropy_coefficient=entropy_coefficient)
-    assert relative_error(without.weight_VH, expected.weight_VH) > 0.1
-
-
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_gradients_with_a_teacher_are_as_good_as_without(
-    dtype: torch.dtype, direction: str
-) -> None:
-    problem = away_from_bounds(make_problem(num_rows=400, num_tokens=300).to("cpu", dtype))
-    teacher = make_teacher(problem, direction)
-    expected = run_oracle(problem, entropy_coefficient=0.03, teacher=teacher)
-    actual, _ = run_distilled(problem, teacher, entropy_coefficient=0.03, chunk_tokens=64)
-    assert_within(worst_error(actual, expected), 0.05)
-    assert actual.hidden_NH is not None
-    assert actual.hidden_NH.dtype is dtype
-
-
 def equal_bits(one: Outcome, other: Outcome) -> bool:
     names = ("loss", "logprob_T", "entropy_T", "hidden_NH", "weight_VH")
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@with_teachers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_loss_that_ignores_the_divergence_has_the_bits_without_a_teacher(
     dtype: torch.dtype, direction: str
@@ -353,23 +328,25 @@ def test_a_loss_that_ignores_the_divergence_has_the_bits_without_a_teacher(
     problem = make_problem().to("cpu", dtype)
     settings: Any = {"entropy_coefficient": 0.03, "chunk_tokens": 16}
     teacher = make_teacher(problem, direction)
-    with_teacher = run_chunked(problem, teacher=teacher, **settings)
+    ignoring = ClippedLoss(problem.tokens, 0.03, ignores_kl=True)
+    with_teacher = run_chunked(problem, teacher=teacher, chunk_tokens=16, token_loss=ignoring)
     assert equal_bits(with_teacher, run_chunked(problem, **settings))
     # With a divergence log-probs still have the bits of the collection pass.
     collected = collect(problem.hidden_NH, OutputHead(problem.weight_VH), problem.tokens, 16)
-    distilled, _ = run_distilled(problem, teacher, **settings)
+    distilled = run_chunked(problem, teacher=teacher, **settings)
     assert torch.equal(distilled.logprob_T, collected.logprob_T)
     assert torch.equal(distilled.entropy_T, collected.entropy_T)
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@with_teachers
 def test_a_student_that_is_its_own_teacher_gets_no_gradient_from_it(direction: Any) -> None:
     problem = make_problem()
     rows_TH = problem.hidden_NH[problem.tokens.rows_T]
     teacher = TeacherRows(rows_TH, OutputHead(problem.weight_VH), direction)
     settings: Any = {"entropy_coefficient": 0.03, "chunk_tokens": 16}
-    outcome, kl_T = run_distilled(problem, teacher, **settings)
-    assert not kl_T.any()
+    outcome = run_chunked(problem, teacher=teacher, **settings)
+    assert outcome.kl_T is not None
+    assert not outcome.kl_T.any()
     expected = run_oracle(problem, entropy_coefficient=0.03)
     bound = float32_bound(problem, expected, entropy_coefficient=0.03)
     assert_within(worst_error(outcome, expected), bound)
@@ -381,7 +358,7 @@ def test_nothing_reaches_the_teacher() -> None:
     hidden_TH = make_teacher(problem, "reverse").hidden_TH.requires_grad_()
     before_VH = weight_VH.detach().clone()
     teacher = TeacherRows(hidden_TH, OutputHead(weight_VH), "reverse")
-    outcome, _ = run_distilled(problem, teacher, entropy_coefficient=0.0)
+    outcome = run_chunked(problem, teacher=teacher)
     expected = run_oracle(problem, entropy_coefficient=0.0, teacher=teacher)
     bound = float32_bound(problem, expected, entropy_coefficient=0.0, teacher=teacher)
     assert_within(worst_error(outcome, expected), bound)
@@ -391,35 +368,20 @@ def test_nothing_reaches_the_teacher() -> None:
     assert torch.equal(weight_VH.detach(), before_VH)
 
 
-def test_a_teacher_adds_one_matrix_product_per_chunk() -> None:
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"hidden_TH": slice(1, None)}, AssertionError, "one row of the teacher per target"),
+        ({"weight": slice(1, None)}, AssertionError, "both heads divide one vocabulary"),
+        ({"dtype": torch.bfloat16}, RuntimeError, "teacher must be float32, got bfloat16"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
     problem = make_problem()
-    with _CountProducts() as counted:
-        run_distilled(
-            problem, make_teacher(problem, "forward"), entropy_coefficient=0.0, chunk_tokens=16
-        )
-    assert counted.products == 4 * 4  # 61 tokens
-
-
-def test_without_response_tokens_a_teacher_changes_nothing() -> None:
-    problem = make_problem(num_tokens=0)
-    outcome, kl_T = run_distilled(
-        problem, make_teacher(problem, "reverse"), entropy_coefficient=0.03
-    )
-    assert outcome.loss.item() == 0.0
-    assert len(kl_T) == 0
-    assert outcome.weight_VH is not None
-    assert not outcome.weight_VH.any()
-
-
-def test_a_teacher_that_does_not_fit_is_refused() -> None:
-    problem = make_problem()
-    teacher = make_teacher(problem, "reverse")
-    short = TeacherRows(teacher.hidden_TH[1:], teacher.head, "reverse")
-    with pytest.raises(AssertionError, match="one row of the teacher per target"):
-        run_distilled(problem, short, entropy_coefficient=0.0)
-    narrow = TeacherRows(teacher.hidden_TH, OutputHead(teacher.head.weight[1:]), "reverse")
-    with pytest.raises(AssertionError, match="both heads divide one vocabulary"):
-        run_distilled(problem, narrow, entropy_coefficient=0.0)
-    other = make_teacher(problem.to("cpu", torch.bfloat16), "reverse")
-    with pytest.raises(RuntimeError, match="teacher must be float32, got bfloat16"):
-        run_distilled(problem, other, entropy_coefficient=0.0)
+    teacher = make_teacher(problem.to("cpu", change.get("dtype", torch.float32)), "reverse")
+    rows, columns = (change.get(name, slice(None)) for name in ("hidden_TH", "weight"))
+    head = OutputHead(teacher.head.weight[columns])
+    with pytest.raises(error, match=words):
+        run_chunked(problem, teacher=TeacherRows(teacher.hidden_TH[rows], head, "reverse"))

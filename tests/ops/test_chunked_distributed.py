@@ -18,33 +18,21 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(chunked_ranks.two_ranks, 2)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("num_tokens", [61, 5, 0])
-def test_a_divided_vocabulary_changes_nothing(
-    ranks: list[dict[str, Any]], num_tokens: int, sequence_parallel: bool
+@pytest.mark.parametrize(
+    ("division", "num_errors"),
+    [
+        *((f"{n} tokens, sequence parallel {s}", 7) for n in (61, 5, 0) for s in (False, True)),
+        *((f"teacher, {direction}", 7) for direction in ("reverse", "forward")),
+        *((f"{num_tokens} tokens, whole logits", 6) for num_tokens in (61, 5, 0)),
+        ("context", 4),
+    ],
+)
+def test_a_divided_vocabulary_or_divided_tokens_change_nothing(
+    ranks: list[dict[str, Any]], division: str, num_errors: int
 ) -> None:
     for rank in ranks:
-        errors, bound = rank[f"{num_tokens} tokens, sequence parallel {sequence_parallel}"]
-        assert len(errors) == 6
-        for name, error in errors.items():
-            assert_within(error, bound, name)
-
-
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_a_divided_vocabulary_changes_nothing_beside_a_teacher(
-    ranks: list[dict[str, Any]], direction: str
-) -> None:
-    for rank in ranks:
-        errors, bound = rank[f"teacher, {direction}"]
-        assert len(errors) == 6
-        for name, error in errors.items():
-            assert_within(error, bound, name)
-
-
-def test_gradients_of_divided_tokens_add_up(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        errors, bound = rank["context"]
-        assert len(errors) == 4
+        errors, bound = rank[division]
+        assert len(errors) == num_errors
         for name, error in errors.items():
             assert_within(error, bound, name)
 
@@ -58,3 +46,4 @@ def test_a_chunk_costs_one_all_gather(ranks: list[dict[str, Any]]) -> None:
         assert last == "reduce_scatter_tensor"
         assert len(rank["collectives"]["in one chunk"]) == 3
         assert rank["collectives"]["with a teacher"] == rank["collectives"]["per chunk"]
+        assert rank["collectives"]["of whole logits"] == ["all_gather_into_tensor"]  # no backward

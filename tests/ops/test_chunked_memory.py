@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bapo_megatron.ops.chunked import OutputHead, TeacherRows, chunked_logprobs
 from tests.ops.chunked_problem import (
-    DistilledLoss,
+    ClippedLoss,
     Problem,
     chunked_loss,
     chunks_of,
@@ -29,7 +29,7 @@ def _large_problem(dtype: torch.dtype) -> tuple[Problem, dict[str, Any]]:
     weight_VH = torch.randn(NUM_COLUMNS, HIDDEN_SIZE, generator=generator) / 30
     return (
         Problem(hidden_NH.to(dtype), weight_VH.to(dtype), tokens),
-        {"vocab_size": NUM_COLUMNS, "entropy_coefficient": 0.03},
+        {"vocab_size": NUM_COLUMNS, "token_loss": ClippedLoss(tokens, 0.03)},
     )
 
 
@@ -69,7 +69,6 @@ def test_peak_memory_is_that_of_a_chunk(
     if with_teacher:
         rows_TH = problem.hidden_NH[problem.tokens.rows_T]
         settings["teacher"] = TeacherRows(rows_TH, OutputHead(problem.weight_VH), "reverse")
-        settings["token_loss"] = DistilledLoss(problem.tokens, 0.03)
     hidden_NH = problem.hidden_NH.requires_grad_()
 
     def run() -> None:
