@@ -147,4 +147,7 @@ def test_the_recipe_preset_searches_every_micro_batch_and_clips_twice() -> None:
     assert loaded.decision_size == 8
     search = loaded.objective.search
     no_tokens = torch.zeros(search.grid.num_slots, dtype=torch.int64)
-    assert len(search.path(no_tokens).candidates) == 21
+    path = search.path(no_tokens).candidates
+    assert len(path) == 21
+    # The lower bound moves first; float32, rounded to 6e-8.
+    assert (path[1].clip_low, path[1].clip_high) == pytest.approx((0.65, 1.2), abs=3e-7)

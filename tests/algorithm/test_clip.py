@@ -25,7 +25,6 @@ from tests.algorithm.batches import (
     LOW,
     clipped_tokens,
     gradient_of,
-    make_objective,
     oracle_bounds,
     random_batch,
     tokens_of,
@@ -114,34 +113,6 @@ def test_at_a_ratio_equal_to_a_limit_the_gradient_passes(
 
 
 @pytest.mark.parametrize(
-    ("log_ratio", "advantage", "gradient"),
-    [
-        (20.5, -1.0, 0.0),  # no bound of the clip holds it
-        (-20.5, 1.0, 0.0),
-        (20.0, -1.0, math.exp(20)),
-        (-20.0, 1.0, -math.exp(-20)),
-    ],
-)
-def test_beyond_the_clamp_of_the_log_ratio_there_is_no_gradient(
-    log_ratio: float, advantage: float, gradient: float
-) -> None:
-    tokens = make_tokens(torch.tensor([log_ratio]), torch.zeros(1), torch.tensor([advantage]))
-    computed = gradient_of(FixedClip(LOW, HIGH), tokens)
-    limited = math.exp(max(-20.0, min(20.0, log_ratio)))
-    assert computed.loss_T.item() == pytest.approx(-advantage * limited, rel=1e-6)
-    assert computed.logprob_T.item() == pytest.approx(gradient, rel=1e-6)
-
-
-def test_infinite_bounds_clip_nothing() -> None:
-    objective = make_objective(objective="none")
-    tokens = tokens_of([1e8, 1e-8], [1.0, -1.0])
-    gradient = gradient_of(objective, tokens)
-    assert gradient.loss_T.tolist() == pytest.approx([-1e8, 1e-8], rel=1e-6)
-    assert gradient.logprob_T.tolist() == pytest.approx([-1e8, 1e-8], rel=1e-6)
-    assert clipped_tokens(objective, tokens) == {"high": 0, "low": 0, "dual": 0}
-
-
-@pytest.mark.parametrize(
     ("algorithm", "low", "high", "reported"),
     [
         (
@@ -159,7 +130,10 @@ def test_a_constant_clip_searches_nothing(
     loaded = load_objective(AlgorithmConfig.model_validate(algorithm))
     assert loaded.objective.needs == "token"
     assert (loaded.statistic_size, loaded.decision_size) == (0, 0)
-    bounds = loaded.objective.bounds(tokens_of([1.0], [1.0]))
+    tokens = tokens_of([1e8, 1e-8], [1.0, -1.0])
+    clipped = {"high": 1, "low": 1, "dual": 0} if reported else {"high": 0, "low": 0, "dual": 0}
+    assert clipped_tokens(loaded.objective, tokens) == clipped
+    bounds = loaded.objective.bounds(tokens)
     assert bounds is not None
     assert [bound.item() for bound in bounds] == pytest.approx([low, high], rel=1e-7)
     assert loaded.objective.report_decision(()) == reported

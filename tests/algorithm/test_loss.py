@@ -61,12 +61,8 @@ def test_token_weights_by_hand(aggregation: str, expected: list[float]) -> None:
     )
     assert weight_T.tolist() == pytest.approx(expected, rel=1e-6)
     assert weight_T.dtype == torch.float32
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
-def test_an_update_without_training_tokens_has_zero_weights(aggregation: str) -> None:
-    weight_T = token_weights(torch.zeros(3), torch.zeros(3), aggregation, torch.zeros(2))
-    assert weight_T.tolist() == [0.0, 0.0, 0.0]
+    without_T = token_weights(torch.zeros(3), torch.zeros(3), aggregation, torch.zeros(2))
+    assert without_T.tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "token_sum_norm"])
@@ -106,20 +102,6 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     assert torch.count_nonzero(whole_T.grad) > 0
     assert torch.allclose(split_T.grad, whole_T.grad, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(sums, whole_sums, rtol=1e-12, atol=0)
-
-
-def test_sequence_mean_equals_the_mean_of_response_means() -> None:
-    batch = random_batch(30, seed=4)
-    response_T = torch.arange(30) // 6
-    batch["mask_T"][6:12] = 0  # the second response does not train
-    tokens_R = torch.zeros(5).index_add(0, response_T, batch["mask_T"])
-    weight_T = token_weights(batch["mask_T"], tokens_R[response_T], "sequence_mean", tokens_R)
-    value_T = torch.arange(30.0)
-    means = [
-        value_T[(response_T == r) & (batch["mask_T"] == 1)].double().mean().item()
-        for r in (0, 2, 3, 4)
-    ]
-    assert (weight_T * value_T).sum().item() == pytest.approx(sum(means) / 4, rel=1e-6)
 
 
 def _tokens(num_tokens: int = 400, seed: int = 0) -> dict[str, Tensor]:
@@ -192,12 +174,10 @@ def test_tokens_by_hand() -> None:
     assert capped_T.tolist() == pytest.approx([1.0, 2.0, 0.625, 0.5])
     kept_T = limit_weights(weight_T, CorrectionConfig(kind="icepop", low=0.6, high=3.0))
     assert kept_T.tolist() == pytest.approx([1.0, 0.0, 0.625, 0.0])
-
-
-def test_limits_of_icepop_belong_to_what_is_kept() -> None:
+    # The limits belong to what is kept.
     weight_T = torch.tensor([0.5, 5.0, 0.4999, 5.001])
-    config = CorrectionConfig(kind="icepop", low=0.5, high=5.0)
-    assert limit_weights(weight_T, config).tolist() == [0.5, 5.0, 0.0, 0.0]
+    limits = CorrectionConfig(kind="icepop", low=0.5, high=5.0)
+    assert limit_weights(weight_T, limits).tolist() == [0.5, 5.0, 0.0, 0.0]
 
 
 def test_sequence_weights_have_the_same_bits_for_any_order_and_split() -> None:
@@ -240,7 +220,7 @@ def test_nan_and_infinity_are_not_finite() -> None:
 @pytest.mark.parametrize(
     ("values", "mask", "index"),
     [
-        ([1.0, math.nan, math.inf], [1, 1, 1], 1),
+        ([-3e38, 1e-45, math.nan, math.inf], [1, 1, 1, 1], 2),
         ([1.0, math.nan, -math.inf], [1, 0, 1], 2),
         ([1.0, math.nan], [1, 0], None),
         ([], [], None),
