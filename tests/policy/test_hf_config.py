@@ -104,42 +104,51 @@ def test_a_field_that_nobody_knows_is_refused_unless_it_is_off(tmp_path: Path) -
         read_hf_config_file(write(tmp_path, {"logit_scale": 0.5}))
 
 
-def test_qwen3_has_norms_on_heads_and_its_own_head_dim(tmp_path: Path) -> None:
-    qwen3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
-    config = read_hf_config_file(write(tmp_path, qwen3))
-    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (False, True, 128)
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
-        {"rope_theta": "absent", "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}},
-    ],
-    ids=["transformers 4", "transformers 5"],
-)
-def test_llama3_frequency_scaling_is_read_in_both_spellings(
-    tmp_path: Path, spelling: dict[str, Any]
-) -> None:
-    config = read_hf_config_file(write(tmp_path, LLAMA | spelling))
-    assert config.rope_theta == 500000.0
-    assert config.rope_scaling == Llama3Rope(32.0, 1.0, 4.0, 8192)
-    assert not config.qkv_bias
-
-
-@pytest.mark.parametrize(
-    "spelling",
-    [
+LLAMA3, YARN = Llama3Rope(32.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768.0)
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3": (QWEN3, {"qkv_bias": False, "qk_norm": True, "head_dim": 128}),
+    "no key-value heads": ({"num_key_value_heads": "absent"}, {"num_kv_heads": 14}),
+    "no base": ({"rope_theta": "absent"}, {"rope_theta": 10000.0}),
+    "no base of the default rope": (
+        {"rope_theta": "absent", "rope_parameters": {"rope_type": "default"}},
+        {"rope_theta": 10000.0},
+    ),
+    "Mistral without a window": (
+        MISTRAL,
+        {"qkv_bias": False, "output_bias": False, "qk_norm": False},
+    ),
+    "attention biases": (LLAMA | {"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
+    "llama3 of transformers 4": (
+        LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "qkv_bias": False},
+    ),
+    "llama3 of transformers 5": (
+        LLAMA
+        | {"rope_theta": "absent", "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "qkv_bias": False},
+    ),
+    "YaRN of transformers 4": (
         {"rope_scaling": YARN_ROPE},
+        {"rope_theta": 1e6, "rope_scaling": YARN},
+    ),
+    "YaRN of transformers 5": (
         {"rope_theta": "absent", "rope_parameters": YARN_ROPE | {"rope_theta": 1e6}},
+        {"rope_theta": 1e6, "rope_scaling": YARN},
+    ),
+    "YaRN with original positions by default": (
         {"rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 4}},
-    ],
-    ids=["transformers 4", "transformers 5", "original positions by default"],
-)
-def test_yarn_is_read_in_both_spellings(tmp_path: Path, spelling: dict[str, Any]) -> None:
-    config = read_hf_config_file(write(tmp_path, spelling))
-    assert config.rope_theta == 1e6
-    assert config.rope_scaling == YarnRope(factor=4.0, original_max_position_embeddings=32768.0)
+        {"rope_theta": 1e6, "rope_scaling": YARN},
+    ),
+}
+"""Changes of Qwen2.5's file, and fields of what is read."""
+
+
+@pytest.mark.parametrize("name", READ)
+def test_fields_are_read_in_every_spelling(tmp_path: Path, name: str) -> None:
+    changes, expected = READ[name]
+    config = read_hf_config_file(write(tmp_path, changes))
+    assert {field: getattr(config, field) for field in expected} == expected
 
 
 def test_yarn_s_factor_of_attention_follows_from_its_fields(tmp_path: Path) -> None:
@@ -151,19 +160,6 @@ def test_yarn_s_factor_of_attention_follows_from_its_fields(tmp_path: Path) -> N
     # 0.1 ln 4 + 1; (0.2 ln 4 + 1) / (0.05 ln 4 + 1)
     factors = [scaling.attention_factor for scaling in scalings if isinstance(scaling, YarnRope)]
     assert factors == pytest.approx([1.138629436, 1.138629436, 1.194464876], rel=1e-9)
-
-
-def test_a_config_without_a_base_has_that_of_transformers(tmp_path: Path) -> None:
-    for fields in ({}, {"rope_parameters": {"rope_type": "default"}}):
-        path = write(tmp_path, {"rope_theta": "absent", **fields})
-        assert read_hf_config_file(path).rope_theta == 10000.0
-
-
-def test_mistral_without_a_window_and_attention_biases_are_read(tmp_path: Path) -> None:
-    mistral = read_hf_config_file(write(tmp_path, MISTRAL))
-    assert (mistral.qkv_bias, mistral.output_bias, mistral.qk_norm) == (False, False, False)
-    llama = read_hf_config_file(write(tmp_path, LLAMA | {"attention_bias": True}))
-    assert (llama.qkv_bias, llama.output_bias) == (True, True)
 
 
 def test_moonlight_is_read_with_its_latents_experts_and_code_that_nothing_runs() -> None:
@@ -190,14 +186,8 @@ def test_moonlight_is_read_with_its_latents_experts_and_code_that_nothing_runs()
         ({"n_group": 4, "topk_group": 2}, "'num_experts_per_tok' must be 2 × 'topk_group' 2"),
         ({"num_key_value_heads": 4}, "'num_key_value_heads' must be 'num_attention_heads' 16"),
         ({"rope_interleave": False}, "'rope_interleave'"),
-        (
-            {"n_group": 3, "topk_group": 3},
-            "'n_group' must divide 'n_routed_experts' 64 into groups",
-        ),
-        (
-            {"n_group": 64, "topk_group": 3},
-            "'n_group' must divide 'n_routed_experts' 64 into groups",
-        ),
+        ({"n_group": 3, "topk_group": 3}, "'n_group' must divide 'n_routed_experts' 64"),
+        ({"n_group": 64, "topk_group": 3}, "'n_group' must divide 'n_routed_experts' 64"),
         ({"n_group": 2, "topk_group": 3}, "'n_group' .* at least 'topk_group' 3, got 2"),
         ({"num_experts_per_tok": 65}, "'num_experts_per_tok' must be at most .* 64, got 65"),
         ({"v_head_dim": 256}, "'v_head_dim' must be at most 192, got 256"),
@@ -229,11 +219,6 @@ def test_fields_that_a_user_ignores_may_have_any_value_but_none_that_is_read(
     assert read_hf_config_file(path, ["logit_scale"]) == read_hf_config_file(write(tmp_path, {}))
     with pytest.raises(ConfigError, match=r"^model\.ignored_config_fields: .* got 'rope_scaling'"):
         read_hf_config_file(path, ["logit_scale", "rope_scaling"])
-
-
-def test_without_key_value_heads_every_head_has_its_own(tmp_path: Path) -> None:
-    config = read_hf_config_file(write(tmp_path, {"num_key_value_heads": "absent"}))
-    assert config.num_kv_heads == 14
 
 
 @pytest.mark.parametrize(
