@@ -12,7 +12,9 @@ from torch import Tensor
 from tests.benchmarks.harness import columns, finish, machine, page, report_arguments
 from tests.distributed_launch import run_ranks
 from tests.policy import checkpoint_ranks
-from tests.policy.expert_layouts import BATCHES, CHECKPOINTS, LAYOUTS, multiples_of, run_layouts
+from tests.policy.checkpoint_ranks import EXPERTS as CHECKPOINTS
+from tests.policy.layouts import BATCHES, LAYOUTS, run_layouts
+from tests.policy.parity_ranks import multiples_of
 from tests.policy.tiny_models import (
     load_reference,
     make_model,

@@ -21,7 +21,7 @@ from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined
-from tests.policy.parity_ranks import build, forward_backward, local_problems, snapshot
+from tests.policy.parity_ranks import build, forward_backward, problems_of, snapshot
 from tests.tolerances import EPS, HEADROOM
 
 OPTIMIZER = {
@@ -39,20 +39,34 @@ NUM_UPDATES = 2
 MASTER_PREFIX = "optimizer.state.param."
 EXTRA = {"data": {"epoch": 1, "row": 7}, "unfinished": ["a", "ß"], "share": 0.1}
 
-ONE: dict[str, dict[str, Any]] = {"single": {}}
-TWO: dict[str, dict[str, Any]] = {
-    "TP2": {"tensor": 2},
-    "DP2": {},
-    "PP2": {"pipeline": 2},
-    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
-    "CP2": {"context": 2},
+Layouts = dict[int, dict[str, dict[str, Any]]]
+"""By number of ranks and name: sizes of ``ParallelConfig``."""
+_PIPELINE, _INTERLEAVED = {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}
+DENSE: Layouts = {
+    1: {"single": {}},
+    2: {
+        "TP2": {"tensor": 2},
+        "DP2": {},
+        "PP2": _PIPELINE,
+        "PP2 VPP2": _INTERLEAVED,
+        "CP2": {"context": 2},
+    },
+    4: {"TP2 PP2": {"tensor": 2, **_PIPELINE}, "DP2 CP2": {"context": 2}},
 }
-FOUR: dict[str, dict[str, Any]] = {
-    "TP2 PP2": {"tensor": 2, "pipeline": 2},
-    "DP2 CP2": {"context": 2},
+EXPERTS: Layouts = {
+    1: {"single": {}},
+    2: {
+        "EP2": {"expert": 2},
+        "TP2 ETP2": {"tensor": 2, "sequence": True},
+        "PP2": _PIPELINE,  # its first stage has no experts
+        "CP2 EP2": {"context": 2, "expert": 2},
+    },
+    4: {"TP2 EP2": {"tensor": 2, "sequence": True, "expert": 2}},
 }
-"""Layouts by name, by their number of ranks: sizes of ``ParallelConfig``."""
-
+HYBRID: Layouts = {
+    1: {"single": {}},
+    2: {"TP2": {"tensor": 2}, "PP2 VPP2": _INTERLEAVED, "CP2": {"context": 2}},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "overlapped DP2": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
@@ -61,7 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def update(state: TrainState) -> None:
     """One optimizer update on tokens that depend on its number."""
-    forward_backward(state, local_problems(state.model.groups, seed=state.num_updates))
+    forward_backward(state, problems_of(state.model.groups, seed=state.num_updates))
     assert state.optimizer_step().applied
 
 
@@ -151,36 +165,53 @@ def run_layouts(
     for layout, sizes in layouts.items():
         with joined(**sizes) as groups:
             results[layout] = train_and_save(model, root / layout, groups, asynchronous=True)
-            for source in [layout, *sources[layout]]:
+            for source in [layout, *sources.get(layout, [])]:
                 results[f"{layout} from {source}"] = resume(model, root / source, groups)
-            for name in [name for name in VARIANTS if name.split(" ", 1)[1] == layout]:
+            for name in [name for name in VARIANTS if name in sources and name.endswith(layout)]:
                 options = {"megatron": VARIANTS[name]}
                 results[name] = train_and_save(model, root / name, groups, **options)
-                for source in {name, *sources.get(name, [])}:
+                for source in {name, *sources[name]}:
                     resumed = resume(model, root / source, groups, **options)
                     results[f"{name} from {source}"] = resumed
     return results
 
 
 def last_rank(model: Path, root: Path, sources: list[str]) -> dict[str, Any]:
-    """A single rank continues what others saved, and runs what needs no other layout."""
+    """A single rank continues what others saved."""
+    with joined() as groups:
+        return {f"single from {s}": resume(model, root / s, groups) for s in sources}
+
+
+def single_rank(model: Path, root: Path) -> dict[str, Any]:
+    """What needs no other layout."""
     results: dict[str, Any] = {}
     with joined() as groups:
-        for source in sources:
-            results[f"single from {source}"] = resume(model, root / source, groups)
         results["stale"] = _stale_weights(root / "overlapped DP2" / "step_1")
         first, continued = (build(model, groups) for _ in range(2))
         saved = save(root / "start", 0, first, {})
         load_checkpoint(saved, continued)
         results["start"] = {"uninterrupted": train(first), "resumed": train(continued)}
         changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
-        state = build(model, groups, **{**OPTIMIZER, **changed})
-        load_checkpoint(saved, state)
-        update(state)
-        results["changed"] = {
-            group[key] for group in state.optimizer.param_groups for key in ("weight_decay", "lr")
-        }
+        results["changed"] = _changed_groups(model, saved, groups, changed)
     return results
+
+
+def changed_experts(model: Path, root: Path) -> list[dict[str, float]]:
+    """Parameter groups of a run that continues with another learning rate."""
+    with joined(expert=2) as groups:
+        directory = find_latest(root)
+        assert directory is not None
+        return _changed_groups(model, directory, groups, {"lr": 2e-3, "schedule": "constant"})
+
+
+def _changed_groups(
+    model: Path, directory: Path, groups: ProcessGroups, changed: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Rates and weight decays of the update that continues with other settings."""
+    state = build(model, groups, **{**OPTIMIZER, **changed})
+    load_checkpoint(directory, state)
+    update(state)
+    return [{k: group[k] for k in ("lr", "weight_decay")} for group in state.optimizer.param_groups]
 
 
 def _stale_weights(directory: Path) -> list[str]:

@@ -35,7 +35,15 @@ from bapo_megatron.runtime.distributed import (
 )
 from tests.distributed_launch import joined
 from tests.policy.build import build_state, layout_of
-from tests.policy.tiny_models import VOCAB_SIZE, Models, Problem, make_problems, set_config_field
+from tests.policy.tiny_models import (
+    SEQUENCES,
+    VOCAB_SIZE,
+    Batches,
+    Models,
+    Problem,
+    make_problems,
+    set_config_field,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,12 +69,18 @@ def build(
     )
 
 
-def local_problems(groups: ProcessGroups, seed: int = 0) -> list[Problem]:
-    """This rank's share of the problems."""
-    size = groups.context.size()
-    multiples = (2, 1) if size == 1 else (2 * size, 2 * size)
-    problems = make_problems(seed, *multiples)[groups.data_rank :: groups.data_size]
-    return [problem.part(groups.context.rank(), size) for problem in problems]
+def multiples_of(context_size: int) -> tuple[int, int]:
+    """What micro-batches and sequences are padded to."""
+    return (2, 1) if context_size == 1 else (2 * context_size, 2 * context_size)
+
+
+def problems_of(
+    groups: ProcessGroups, batches: Batches = SEQUENCES, seed: int = 0
+) -> list[Problem]:
+    """This rank's share of ``batches``, padded as its layout needs."""
+    size, rank = groups.context.size(), groups.context.rank()
+    problems = make_problems(seed, *multiples_of(size), batches=batches)
+    return [p.part(rank, size) for p in problems[groups.data_rank :: groups.data_size]]
 
 
 def forward_backward(state: TrainState, problems: list[Problem]) -> list[dict[str, Tensor]]:
@@ -86,30 +100,6 @@ def snapshot(state: TrainState) -> dict[str, Tensor]:
     """Copies of all weights by Hugging Face name, on rank 0."""
     weights = state.model.gather_weights()
     return {name: tensor.clone() for name, tensor in weights}
-
-
-def run_layout(models: Models, sizes: dict[str, int], export_root: Path) -> dict[str, Any]:
-    """Logits, gradients and an export of each model; called on every rank."""
-    results: dict[str, Any] = {}
-    with joined(**sizes) as groups:
-        for name, directory in models.items():
-            state = build(directory, groups)
-            problems = local_problems(groups)
-            logits = state.model.forward_only(
-                [problem.micro_batch for problem in problems],
-                lambda logits_NV, _: gather_columns(logits_NV, groups),
-            )
-            sums = forward_backward(state, problems)
-            gradients = hf_gradients(state)
-            state.model.export_hf(export_root / name)
-            state.model.export_hf(export_root / f"{name}_in_files", max_file_bytes=20_000)
-            results[name] = {
-                "logits": logits,
-                "sums": sums,
-                "gradients": gradients,
-                "step": state.optimizer_step(),
-            }
-    return results
 
 
 def accumulated_gradients(models: Models, sizes: dict[str, int]) -> dict[str, Any]:
@@ -132,15 +122,14 @@ def accumulated_gradients(models: Models, sizes: dict[str, int]) -> dict[str, An
         for name, directory in models.items():
             state = build(directory, groups)
             product.reset_mock()
-            forward_backward(state, local_problems(groups))
+            forward_backward(state, problems_of(groups))
             results[name] = {"gradients": hf_gradients(state), "products": product.call_count}
     return results
 
 
 def single_rank(models: Models, export_root: Path) -> dict[str, Any]:
-    """The one-rank results, and what does not depend on the layout."""
-    results = run_layout(models, {}, export_root)
-    results["accumulated"] = accumulated_gradients(models, {})
+    """What does not depend on the layout."""
+    results: dict[str, Any] = {"accumulated": accumulated_gradients(models, {})}
     with joined() as groups:
         directory = models["qwen2"]
         decaying = build(directory, groups, lr=0.1, weight_decay=0.5)
@@ -150,10 +139,11 @@ def single_rank(models: Models, export_root: Path) -> dict[str, Any]:
         results["non_finite"] = _weights_around_update(state, math.nan)
         results["after non_finite"] = _weights_around_update(state)
         state = build(directory, groups, dtype="bfloat16")
-        batches = [problem.micro_batch for problem in local_problems(groups)]
+        batches = [problem.micro_batch for problem in problems_of(groups)]
         logits = state.model.forward_only(batches, lambda logits_NV, _: logits_NV)
         results["bfloat16"] = {"logits": logits, **_weights_around_update(state)}
-        results["from_files"] = snapshot(build(export_root / "qwen2_in_files", groups))
+        build(directory, groups).model.export_hf(export_root / "files", max_file_bytes=20_000)
+        results["from_files"] = snapshot(build(export_root / "files", groups))
         results["unpadded"] = error_of(_forward_with_tokens_outside_sequences, directory, groups)
         results["no batch"] = error_of(build(directory, groups).forward_backward, [], None)
         other = export_root / "other"
@@ -163,20 +153,15 @@ def single_rank(models: Models, export_root: Path) -> dict[str, Any]:
     return results
 
 
-def two_ranks(models: Models, export_root: Path) -> dict[str, Any]:
-    """Two ranks in each kind of parallelism (tensor with sequence parallel), then collectives."""
-    results = {
-        "tensor": run_layout(models, {"tensor": 2}, export_root),
-        "pipeline": run_layout(models, {"pipeline": 2}, export_root / "pipeline"),
-        "context": run_layout(models, {"context": 2}, export_root / "context"),
-        "data": run_layout(models, {}, export_root / "data"),
-        "accumulated": accumulated_gradients(models, {"tensor": 2}),
-    }
+def two_ranks(models: Models, root: Path) -> dict[str, Any]:
+    """Tensor parallel with sequence parallel, then collectives."""
+    results = {"accumulated": accumulated_gradients(models, {"tensor": 2})}
     with joined() as groups:
         results["collectives"] = _collectives(groups)
     with joined(tensor=2) as groups:
+        results["losses"] = _losses(build(models["qwen2"], groups))
         results["odd tokens"] = error_of(_forward_odd_tokens, models["qwen2"], groups)
-        blocked = export_root / "blocked"
+        blocked = root / "blocked"
         if groups.rank == 0:
             blocked.write_text("a file where a directory should be made")
         dist.barrier()
@@ -184,6 +169,16 @@ def two_ranks(models: Models, export_root: Path) -> dict[str, Any]:
             build(models["qwen2"], groups).model.export_hf, blocked / "model"
         )
     return results
+
+
+def _losses(state: TrainState) -> list[float]:
+    """This rank's share of the loss before each of two updates and after them."""
+    losses = []
+    for _ in range(3):
+        reports = forward_backward(state, problems_of(state.model.groups))
+        losses.append(sum(float(report["loss"]) for report in reports))
+        state.optimizer_step()
+    return losses
 
 
 def gather_columns(logits_NV: Tensor, groups: ProcessGroups) -> Tensor:
@@ -222,7 +217,7 @@ def hf_gradients(state: TrainState) -> dict[str, Tensor]:
 def _weights_around_update(state: TrainState, scale: float = 1.0) -> dict[str, Any]:
     """Weights before and after an update on problems whose losses are scaled."""
     before = snapshot(state)
-    problems = local_problems(state.model.groups)
+    problems = problems_of(state.model.groups)
     forward_backward(state, [Problem(p.micro_batch, p.coefficient_NV * scale) for p in problems])
     step = state.optimizer_step()
     after, num_updates = snapshot(state), state.num_updates
@@ -230,7 +225,7 @@ def _weights_around_update(state: TrainState, scale: float = 1.0) -> dict[str, A
 
 
 def _forward_with_tokens_outside_sequences(directory: Path, groups: ProcessGroups) -> None:
-    (problem, *_) = local_problems(groups)
+    (problem, *_) = problems_of(groups)
     batch = problem.micro_batch
     # The tensor is shared with the frozen micro-batch.
     batch.cu_seqlens[-1] -= 1

@@ -1,4 +1,4 @@
-"""Models with gated delta nets against transformers, on sequences of 1 to 300 tokens."""
+"""Models with gated delta nets: refused layouts, vision models, and experts in fused tensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from bapo_megatron.policy.hf_config import check_division, read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, reading_shards
 from bapo_megatron.policy.weight_table import weight_table
 from tests.distributed_launch import joined, run_ranks
-from tests.policy import checkpoint_ranks
 from tests.policy.convert_models import assert_same, copy_with, run_convert, weights
-from tests.policy.expert_layouts import (
-    Layout,
-    Results,
-    by_rank,
-    multiples_of,
-    problems_of,
-    run_layouts,
-)
+from tests.policy.layouts import SUITES
 from tests.policy.oracle import Gradients, Oracle
-from tests.policy.parity_ranks import build, forward_backward, hf_gradients, snapshot
+from tests.policy.parity_ranks import (
+    build,
+    forward_backward,
+    hf_gradients,
+    problems_of,
+    snapshot,
+)
 from tests.policy.tiny_models import (
     load_reference,
     make_model,
@@ -38,130 +36,14 @@ from tests.tolerances import assert_within
 
 pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
-FAMILIES = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-"""A dense one, then those with experts."""
-
-
-def _tokens(length: int) -> tuple[int, ...]:
-    return tuple((7 * length + 5 * n * n + n) % 97 for n in range(length))
-
-
-BATCHES = tuple(
-    tuple(map(_tokens, lengths)) for lengths in ((1, 64, 65), (300,), (2, 63, 1, 3), (128, 129, 1))
-)
-"""Around the borders of the delta rule's chunks."""
-LAYOUTS = (
-    Layout("one rank", 1),
-    Layout("one rank, recomputed", 1, {}, {"recompute": "full"}),
-    Layout("TP 2", 2, {"tensor": 2, "sequence": True}),
-    Layout("PP 2 × VPP 2", 2, {"pipeline": 2, "virtual_pipeline": 2}),
-    Layout("CP 2", 2, {"context": 2}),
-    Layout("DP 2", 2),
-)
-EXPERT_LAYOUTS = (
-    Layout("EP 2", 2, {"expert": 2}),
-    Layout("TP 2 × EP 2", 2, {"tensor": 2, "sequence": True, "expert_tensor": 1, "expert": 2}),
-)
-CASES = [
-    *((layout, family) for layout in LAYOUTS for family in FAMILIES),
-    *((layout, family) for layout in EXPERT_LAYOUTS for family in FAMILIES[1:]),
-]
-CHECKPOINTS: dict[int, dict[str, dict[str, Any]]] = {
-    1: {"one rank": {}},
-    2: {
-        "TP 2": {"tensor": 2},
-        "PP 2 × VPP 2": {"pipeline": 2, "virtual_pipeline": 2},
-        "CP 2": {"context": 2},
-    },
-}
-SOURCES = {"one rank": [], "TP 2": ["one rank"], "PP 2 × VPP 2": ["TP 2"], "CP 2": ["PP 2 × VPP 2"]}
-"""Whose checkpoints a layout continues from, beside its own."""
+BATCHES = SUITES["hybrids"].batches
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root, sizes = tmp_path_factory.mktemp("models"), {"max_position_embeddings": 512}
-    return {f: make_model(f, root / f, num_hidden_layers=4, **sizes) for f in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exports")
-
-
-@pytest.fixture(scope="module")
-def results(models: dict[str, Path], exports: Path) -> Results:
-    results = by_rank(run_layouts, [*LAYOUTS], models, exports, BATCHES)
-    experts = {family: models[family] for family in FAMILIES[1:]}
-    return results | by_rank(run_layouts, [*EXPERT_LAYOUTS], experts, exports, BATCHES)
-
-
-@pytest.fixture(scope="module")
-def oracles(models: dict[str, Path]) -> dict[str, Oracle]:
-    return {family: Oracle.of(family, path) for family, path in models.items()}
-
-
-@pytest.fixture(scope="module")
-def gradients(oracles: dict[str, Oracle]) -> dict[str, Gradients]:
-    problems = make_problems(batches=BATCHES)
-    return {family: oracle.gradients(problems) for family, oracle in oracles.items()}
-
-
-@pytest.mark.parametrize(("layout", "family"), CASES, ids=str)
-def test_logits_are_those_of_transformers(
-    results: Results, oracles: dict[str, Oracle], layout: Layout, family: str
-) -> None:
-    compared = 0
-    for result in results[f"{layout.name}, {family}"]:
-        data_rank, data_size, context_rank, context_size = result["place"]
-        multiples = multiples_of(context_size)
-        problems = make_problems(0, *multiples, batches=BATCHES)[data_rank::data_size]
-        for actual_NV, problem in zip(result["logits"], problems, strict=bool(result["logits"])):
-            whole_NV, bound = oracles[family].logits(problem)
-            rows = problem.part(context_rank, context_size).micro_batch.target_T
-            assert whole_NV.std() > 0.5
-            error_NV = actual_NV - whole_NV[rows if context_size > 1 else ...]
-            assert_within(error_NV.abs().max(), bound, "logits")
-            compared += 1
-    assert compared >= len(BATCHES)
-
-
-@pytest.mark.parametrize(("layout", "family"), CASES, ids=str)
-def test_gradients_of_every_tensor_and_their_norm_are_those_of_transformers(
-    results: Results, gradients: dict[str, Gradients], layout: Layout, family: str
-) -> None:
-    ranks = results[f"{layout.name}, {family}"]
-    for result in ranks:
-        gradients[family].check_norm(result["step"].grad_norm)
-    gradients[family].check(ranks[0]["gradients"])
-
-
-@pytest.mark.parametrize(("layout", "family"), CASES, ids=str)
-@pytest.mark.usefixtures("results")
-def test_export_gives_back_the_weights_bit_by_bit(
-    models: dict[str, Path], exports: Path, layout: Layout, family: str
-) -> None:
-    assert_same(weights(exports / f"{layout.name}, {family}"), weights(models[family]))
-
-
-def test_checkpoints_continue_in_any_layout(models: dict[str, Path], tmp_path: Path) -> None:
-    results: dict[str, Any] = {}
-    for num_ranks, layouts in CHECKPOINTS.items():
-        args = (models[FAMILIES[0]], tmp_path, layouts, SOURCES)
-        results |= run_ranks(checkpoint_ranks.run_layouts, num_ranks, *args)[0]
-    expected = results["one rank"]["weights"]
-    runs = [f"{layout} from {source}" for layout, sources in SOURCES.items() for source in sources]
-    for run in (*runs, *(f"{name} from {name}" for name in SOURCES)):
-        assert len(results[run]["weights"]) == checkpoint_ranks.NUM_UPDATES
-        for after, reference in zip(results[run]["weights"], expected, strict=True):
-            assert after.keys() == reference.keys()
-            for name, weight in reference.items():
-                error = (after[name] - weight).abs().max()
-                assert_within(error, checkpoint_ranks.TOLERANCE, f"{run}, {name}")
-    before, after = expected
-    for name in ("A_log", "dt_bias", "conv1d.weight", "in_proj_qkv.weight", "norm.weight"):
-        name = f"model.layers.0.linear_attn.{name}"
-        assert (after[name] - before[name]).abs().max() > 1e-4, name
+    root = tmp_path_factory.mktemp("models")
+    names = ("qwen3_5_text", "qwen3_5_moe_text")
+    return {name: make_model(name, root / name, num_hidden_layers=4) for name in names}
 
 
 @pytest.mark.parametrize(

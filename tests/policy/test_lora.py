@@ -16,16 +16,8 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.memory import stage_adapters
 from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import weights
-from tests.policy.expert_layouts import BATCHES, LR, multiples_of
-from tests.policy.lora_ranks import (
-    ALL,
-    DENSE,
-    LAYOUTS,
-    LORA,
-    run_layouts,
-    train_some,
-    untrained_logits,
-)
+from tests.policy.layouts import BATCHES, LR, Results, by_rank, check_logits, run_layouts
+from tests.policy.lora_ranks import ALL, DENSE, LAYOUTS, LORA, train_some, untrained_logits
 from tests.policy.oracle import Gradients, Oracle
 from tests.policy.tiny_models import load_reference, make_model, make_problems, reference_logits
 from tests.tolerances import assert_within
@@ -39,8 +31,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.distributed
 
 SCALE = LORA["alpha"] / LORA["rank"]
-CASES = [(layout, family) for layout in LAYOUTS for family in layout.families]
-NAMES = [f"{layout.name}, {family}" for layout, family in CASES]
+CASES = [(layout, family) for layout in LAYOUTS for family in layout.models or ALL]
+in_every_layout = pytest.mark.parametrize(("layout", "family"), CASES, ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +77,9 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(
-    models: dict[str, Path], adapters: dict[str, Path], exports: Path
-) -> dict[str, list[dict[str, Any]]]:
-    collected: dict[str, list[dict[str, Any]]] = {}
-    for ranks in (1, 2):
-        layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
-        job = run_ranks(run_layouts, ranks, layouts, models, adapters, exports, timeout_s=300)
-        collected |= {name: [rank[name] for rank in job] for name in job[0]}
-    return collected
+def results(models: dict[str, Path], adapters: dict[str, Path], exports: Path) -> Results:
+    configs = {family: LoraConfig(**LORA, path=path) for family, path in adapters.items()}
+    return by_rank(run_layouts, LAYOUTS, models, exports, BATCHES, configs)
 
 
 def pairs(adapter: Path) -> dict[str, tuple[Tensor, Tensor]]:
@@ -151,31 +137,22 @@ def expected(merged: dict[str, Oracle], adapters: dict[str, Path]) -> dict[str, 
     return expected
 
 
-@pytest.mark.parametrize(("layout", "family"), CASES, ids=NAMES)
+@in_every_layout
 def test_logits_are_those_of_merged_weights_and_without_adapters_those_of_the_base(
-    results: dict[str, Any],
+    results: Results,
     base: dict[str, Oracle],
     merged: dict[str, Oracle],
     layout: Any,
     family: str,
 ) -> None:
-    num_compared = 0
-    for result in results[f"{layout.name}, {family}"]:
-        data_rank, data_size, context_rank, size = result["place"]
-        problems = make_problems(0, *multiples_of(size), batches=BATCHES)[data_rank::data_size]
-        for kind, oracle in (("logits", merged[family]), ("base", base[family])):
-            for actual_NV, problem in zip(result[kind], problems, strict=False):
-                whole_NV, bound = oracle.logits(problem)
-                if size > 1:
-                    whole_NV = whole_NV[problem.part(context_rank, size).micro_batch.target_T]
-                assert_within((actual_NV - whole_NV).abs().max(), bound, kind)
-                num_compared += 1
-    assert num_compared >= 4
+    of_ranks = results[f"{layout.name}, {family}"]
+    check_logits(of_ranks, merged[family])
+    check_logits(of_ranks, base[family], kind="base")
 
 
-@pytest.mark.parametrize(("layout", "family"), CASES, ids=NAMES)
+@in_every_layout
 def test_gradients_and_their_norm_are_those_of_the_formula(
-    results: dict[str, Any], expected: dict[str, Gradients], layout: Any, family: str
+    results: Results, expected: dict[str, Gradients], layout: Any, family: str
 ) -> None:
     of_ranks = results[f"{layout.name}, {family}"]
     expected[family].check(of_ranks[0]["gradients"])
@@ -184,9 +161,9 @@ def test_gradients_and_their_norm_are_those_of_the_formula(
         expected[family].check_norm(result["step"].grad_norm)
 
 
-@pytest.mark.parametrize(("layout", "family"), CASES, ids=NAMES)
+@in_every_layout
 def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
-    results: dict[str, Any],
+    results: Results,
     exports: Path,
     models: dict[str, Path],
     adapters: dict[str, Path],
@@ -194,7 +171,7 @@ def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     family: str,
 ) -> None:
     root, base = exports / f"{layout.name}, {family}", weights(models[family])
-    whole, start = weights(root / "merged"), pairs(adapters[family])
+    whole, start = weights(root / "model"), pairs(adapters[family])
     for name, weight in base.items():
         expected = weight
         if name in start:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,77 +15,161 @@ import torch
 from tests.distributed_launch import run_ranks
 from tests.policy import checkpoint_ranks as ranks
 from tests.policy.convert_models import assert_same
-from tests.policy.tiny_models import Models
+from tests.policy.tiny_models import make_model
 from tests.tolerances import assert_within
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = [*ranks.ONE, *ranks.TWO, *ranks.FOUR]
-VARIANTS = [*ranks.VARIANTS]
-
-SOURCES = {
-    "single": ["TP2", "CP2"],
-    "TP2": ["single"],
-    "DP2": ["TP2"],
-    "PP2": ["TP2"],
-    "PP2 VPP2": ["PP2", "DP2"],
-    "CP2": ["PP2 VPP2"],
-    "TP2 PP2": ["PP2 VPP2"],
-    "DP2 CP2": ["TP2 PP2"],
-    "overlapped DP2": ["TP2"],
-}
-"""Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
-
 Results = dict[str, list[Any]]
 """Results by name, one entry per rank."""
-CROSSED = [f"{layout} from {source}" for layout in SOURCES for source in SOURCES[layout]]
+
+
+@dataclass(frozen=True)
+class Saves:
+    """A model that is saved and continued in every layout."""
+
+    family: str
+    layouts: ranks.Layouts
+    sources: dict[str, list[str]]
+    """Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
+    moved: tuple[str, ...]
+    """Weights of which updates move some values by over ``move``."""
+    move: float = 1e-3
+    layers: int = 4
+    own_tolerance: float = 1e-6
+    """Of weights that continue in the layout that saved them."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of layouts, and of their variants."""
+        variants = [name for name in ranks.VARIANTS if name in self.sources]
+        return [*(name for layouts in self.layouts.values() for name in layouts), *variants]
+
+    @property
+    def crossed(self) -> list[str]:
+        return [f"{name} from {source}" for name in self.sources for source in self.sources[name]]
+
+    def comparisons(self) -> Iterator[tuple[str, str, float]]:
+        """A run, the one that it equals, and how far it may be off."""
+        for name in self.names:
+            yield f"{name} from {name}", name, self.own_tolerance
+            if name != "single":
+                yield name, "single", ranks.TOLERANCE
+        for name in self.crossed:
+            yield name, name.split(" from ")[0], ranks.TOLERANCE
+
+
+SAVES = {
+    "dense": Saves(
+        "qwen3",
+        ranks.DENSE,
+        {
+            "single": ["TP2", "CP2"],
+            "TP2": ["single"],
+            "DP2": ["TP2"],
+            "PP2": ["TP2"],
+            "PP2 VPP2": ["PP2", "DP2"],
+            "CP2": ["PP2 VPP2"],
+            "TP2 PP2": ["PP2 VPP2"],
+            "DP2 CP2": ["TP2 PP2"],
+            "overlapped DP2": ["TP2"],
+        },
+        ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"),
+    ),
+    # A dense layer, experts, shared experts, and a buffer beside the parameters.
+    "experts": Saves(
+        "glm4_moe",
+        ranks.EXPERTS,
+        {
+            "single": ["TP2 EP2"],
+            "EP2": ["single"],
+            "TP2 ETP2": ["EP2"],
+            "PP2": ["single"],
+            "CP2 EP2": ["PP2"],
+            "TP2 EP2": ["CP2 EP2"],
+        },
+        ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.3.up_proj.weight"),
+        layers=2,
+        own_tolerance=0.0,
+    ),
+    "hybrid": Saves(
+        "qwen3_5_text",
+        ranks.HYBRID,
+        {"single": [], "TP2": ["single"], "PP2 VPP2": ["TP2"], "CP2": ["PP2 VPP2"]},
+        tuple(
+            f"model.layers.0.linear_attn.{name}"
+            for name in ("A_log", "dt_bias", "conv1d.weight", "in_proj_qkv.weight", "norm.weight")
+        ),
+        move=1e-4,
+    ),
+}
+MARKS = {"experts": pytest.mark.exhaustive, "hybrid": pytest.mark.exhaustive}
+KINDS = [pytest.param(name, marks=MARKS.get(name, ()), id=name) for name in SAVES]
+COMPARED = [
+    pytest.param(
+        kind, *compared, marks=MARKS.get(kind, ()), id=f"{kind}: {' is '.join(compared[:2])}"
+    )
+    for kind, saves in SAVES.items()
+    for compared in saves.comparisons()
+]
+LAYOUTS, CROSSED = SAVES["dense"].names[:-1], SAVES["dense"].crossed
 
 
 @pytest.fixture(scope="module")
-def model(deep_models: Models) -> Path:
-    """Two interleaved stages have two chunks; tied embeddings."""
-    return deep_models["qwen3"]
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Results by name, one entry per rank; a job finds what those before it have saved."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    results: Results = {}
-    alone = SOURCES | {"single": []}
-    for num_ranks, layouts, sources in (
-        (1, ranks.ONE, alone),
-        (2, ranks.TWO, SOURCES),
-        (4, ranks.FOUR, SOURCES),
-    ):
-        job = run_ranks(ranks.run_layouts, num_ranks, model, root, layouts, sources)
-        results |= {name: [rank[name] for rank in job] for name in job[0]}
-    (last,) = run_ranks(ranks.last_rank, 1, model, root, SOURCES["single"])
-    return results | {name: [result] for name, result in last.items()}
+def runs(root: Path) -> Callable[[str], Results]:
+    """Results of each kind of model; a job finds what those before it have saved."""
+
+    @cache
+    def run(kind: str) -> Results:
+        saves, results = SAVES[kind], {}
+        model = make_model(saves.family, root / kind / "model", num_hidden_layers=saves.layers)
+        for num_ranks, layouts in saves.layouts.items():
+            sources = saves.sources | ({"single": []} if num_ranks == 1 else {})
+            job = run_ranks(ranks.run_layouts, num_ranks, model, root / kind, layouts, sources)
+            results |= {name: [rank[name] for rank in job] for name in job[0]}
+        (last,) = run_ranks(ranks.last_rank, 1, model, root / kind, saves.sources["single"])
+        return results | {name: [result] for name, result in last.items()}
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("run", "expected", "tolerance"),
-    [
-        *((f"{layout} from {layout}", layout, 1e-6) for layout in (*LAYOUTS, *VARIANTS)),
-        *((name, name.split(" from ")[0], ranks.TOLERANCE) for name in CROSSED),
-        *((layout, "single", ranks.TOLERANCE) for layout in (*LAYOUTS[1:], *VARIANTS)),
-    ],
-)
+@pytest.fixture(scope="module")
+def results(runs: Callable[[str], Results]) -> Results:
+    return runs("dense")
+
+
+@pytest.fixture(scope="module")
+def single(root: Path, results: Results) -> dict[str, Any]:
+    assert results
+    model = root / "dense" / "model"
+    return run_ranks(ranks.single_rank, 1, model, root / "dense")[0]
+
+
+@pytest.mark.parametrize(("kind", "run", "expected", "tolerance"), COMPARED)
 def test_updates_equal_those_of_an_uninterrupted_run_whatever_the_layout_and_the_optimizer(
-    results: Results, run: str, expected: str, tolerance: float
+    runs: Callable[[str], Results], kind: str, run: str, expected: str, tolerance: float
 ) -> None:
-    pairs = list(zip(results[run][0]["weights"], results[expected][0]["weights"], strict=True))
+    compared = [runs(kind)[name][0]["weights"] for name in (run, expected)]
+    pairs = list(zip(*compared, strict=True))
     assert len(pairs) == ranks.NUM_UPDATES
     for after, reference in pairs:
+        assert after.keys() == reference.keys()
         for name, weight in reference.items():
             assert_within((after[name] - weight).abs().max(), tolerance, name)
 
 
-def test_updates_move_the_weights_far_beyond_the_tolerances(results: Results) -> None:
-    for before, after in pairwise(results["single"][0]["weights"]):
-        for name in ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"):
-            assert (after[name] - before[name]).abs().max() > 1e-3
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_move_the_weights_far_beyond_the_tolerances(
+    runs: Callable[[str], Results], kind: str
+) -> None:
+    for before, after in pairwise(runs(kind)["single"][0]["weights"]):
+        for name in SAVES[kind].moved:
+            assert (after[name] - before[name]).abs().max() > SAVES[kind].move, name
 
 
 @pytest.mark.parametrize("name", CROSSED)
@@ -130,21 +217,33 @@ def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
 
 
 def test_a_single_rank_resumes_bit_by_bit_from_before_the_first_update(
-    results: Results,
+    single: dict[str, Any],
 ) -> None:
-    (run,) = results["start"]
+    run = single["start"]
     assert len(run["resumed"]) == ranks.NUM_UPDATES
     for resumed, uninterrupted in zip(run["resumed"], run["uninterrupted"], strict=True):
         assert_same(resumed, uninterrupted)
 
 
 def test_the_configuration_decides_on_weight_decay_and_learning_rate_and_not_the_checkpoint(
-    results: Results,
+    single: dict[str, Any],
 ) -> None:
-    assert results["changed"][0] - {0.0} == {0.3, 2e-3}
+    assert {group["lr"] for group in single["changed"]} == {2e-3}
+    assert {group["weight_decay"] for group in single["changed"]} == {0.0, 0.3}
+
+
+@pytest.mark.exhaustive
+def test_experts_continue_with_another_learning_rate(
+    runs: Callable[[str], Results], root: Path
+) -> None:
+    assert runs("experts")
+    model = root / "experts" / "model"
+    for groups in run_ranks(ranks.changed_experts, 2, model, root / "experts" / "EP2"):
+        assert len(groups) >= 3  # of weights, of norms and biases, of experts
+        assert {group["lr"] for group in groups} == {2e-3}
 
 
 def test_an_update_that_was_still_on_its_way_to_the_weights_is_in_the_checkpoint(
-    results: Results,
+    single: dict[str, Any],
 ) -> None:
-    assert results["stale"] == [[]]
+    assert single["stale"] == []

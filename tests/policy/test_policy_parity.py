@@ -1,20 +1,20 @@
-"""The policy against transformers: on one rank, and on two in every kind of parallelism."""
+"""What does not depend on the layout, or needs no other one: updates, refusals, collectives."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tests.distributed_launch import run_ranks
 from tests.policy import parity_ranks
 from tests.policy.convert_models import assert_same, weights
-from tests.policy.oracle import Gradients, Oracle
+from tests.policy.oracle import Oracle
 from tests.policy.tiny_models import (
     FAMILIES,
     VOCAB_SIZE,
@@ -22,97 +22,36 @@ from tests.policy.tiny_models import (
     Ranks,
     load_reference,
     make_problems,
-    per_expert,
     reference_logits,
 )
-from tests.tolerances import assert_within
 
 pytestmark = pytest.mark.distributed
 
-LAYOUTS = ("single", "tensor", "pipeline", "context", "data")
-Results = dict[str, Ranks]
-"""Results of each layout, one entry per rank."""
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    root = tmp_path_factory.mktemp("exports")
-    return {"single": root / "one", "tensor": root / "two", "pipeline": root / "two" / "pipeline"}
+def one_rank(models: Models, exports: Path) -> dict[str, Any]:
+    return run_ranks(parity_ranks.single_rank, 1, models, exports)[0]
 
 
 @pytest.fixture(scope="module")
-def one_rank(models: Models, exports: Models) -> dict[str, Any]:
-    return run_ranks(parity_ranks.single_rank, 1, models, exports["single"])[0]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(models: Models, exports: Models) -> Ranks:
-    return run_ranks(parity_ranks.two_ranks, 2, models, exports["tensor"])
-
-
-@pytest.fixture(scope="module")
-def results(one_rank: dict[str, Any], two_ranks: Ranks) -> Results:
-    layouts = {layout: [rank[layout] for rank in two_ranks] for layout in LAYOUTS[1:]}
-    return {"single": [one_rank], **layouts}
+def two_ranks(models: Models, exports: Path) -> Ranks:
+    return run_ranks(parity_ranks.two_ranks, 2, models, exports)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float(((actual - expected).norm() / expected.norm()).detach())
 
 
-@pytest.fixture(scope="module")
-def oracles(models: Models) -> dict[str, Oracle]:
-    return {family: Oracle.of(family, models[family]) for family in FAMILIES}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_equal_those_of_transformers(
-    results: Results, oracles: dict[str, Oracle], layout: str, family: str
-) -> None:
-    is_context = layout == "context"
-    multiples = (4, 4) if is_context else (2, 1)
-    problems = make_problems(0, *multiples)
-    expected = [oracles[family].logits(problem) for problem in problems]
-    for rank, result in enumerate(results[layout]):
-        logits = result[family]["logits"]
-        if layout == "pipeline" and rank == 0:
-            assert logits == []
-            continue
-        local = slice(rank, None, 2) if layout == "data" else slice(None)
-        assert len(logits) == len(problems[local])
-        for actual_NV, problem, (whole_NV, bound) in zip(
-            logits, problems[local], expected[local], strict=True
-        ):
-            # A context rank has some rows of the whole.
-            rows = problem.part(rank, 2).micro_batch.target_T if is_context else slice(None)
-            assert whole_NV.std() > 0.5
-            assert_within((actual_NV - whole_NV[rows]).abs().max(), bound, "logits")
-
-
-@pytest.fixture(scope="module")
-def expected_gradients(oracles: dict[str, Oracle]) -> dict[str, Gradients]:
-    """By family, of transformers."""
-    return {family: oracle.gradients(make_problems()) for family, oracle in oracles.items()}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_and_their_norm_are_those_of_transformers_on_the_tokens_of_all_ranks(
-    results: Results, expected_gradients: dict[str, Gradients], layout: str, family: str
-) -> None:
-    expected = expected_gradients[family]
-    for result in results[layout]:
-        assert result[family]["step"].applied
-        expected.check_norm(result[family]["step"].grad_norm)
-    expected.check(results[layout][0][family]["gradients"])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_that_layers_add_up_themselves_are_those_of_transformers(
     one_rank: dict[str, Any],
     two_ranks: Ranks,
-    expected_gradients: dict[str, Gradients],
+    models: Models,
     family: str,
 ) -> None:
     for rank in (one_rank, *two_ranks):
@@ -120,50 +59,34 @@ def test_gradients_that_layers_add_up_themselves_are_those_of_transformers(
         # Two micro-batches through two layers of four products each, and the output layer.
         has_experts = family.endswith(("_moe", "_next", "_v3"))
         assert products > 18 if has_experts else products == 18
+    expected = Oracle.of(family, models[family]).gradients(make_problems())
     for rank_zero in (one_rank, two_ranks[0]):
-        expected_gradients[family].check(rank_zero["accumulated"][family]["gradients"])
+        expected.check(rank_zero["accumulated"][family]["gradients"])
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        # 6 and 13 tokens, the second padded to 14; 4 + 4 + 4 and 12 + 4 on two context ranks.
-        ("single", [[6, 14]]),
-        ("tensor", [[6, 14]] * 2),
-        ("pipeline", [[], [6, 14]]),
-        ("context", [[6, 8]] * 2),
-        ("data", [[6], [14]]),
-    ],
-)
-def test_reports_come_back_for_each_micro_batch(
-    results: Results, layout: str, expected: list[list[int]]
+def test_two_updates_lead_to_the_losses_of_transformers_and_adam(
+    models: Models, two_ranks: Ranks
 ) -> None:
-    tokens = [[int(s["tokens"]) for s in rank["qwen2"]["sums"]] for rank in results[layout]]
-    assert tokens == expected
-
-
-@pytest.mark.usefixtures("results")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ["single", "tensor", "pipeline"])
-@pytest.mark.parametrize("kind", ["", "_in_files"])
-def test_export_gives_back_the_weights_bit_by_bit(
-    models: Models, exports: Models, layout: str, family: str, kind: str
-) -> None:
-    exported, expected = exports[layout] / (family + kind), weights(models[family])
-    assert_same(weights(exported), expected)
-    for name in ("tokenizer_config.json", "generation_config.json"):
-        assert (exported / name).read_bytes() == (models[family] / name).read_bytes()
-    assert not list(exports[layout].glob(".*"))
-    reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    assert type(reloaded) is type(load_reference(family, models[family]))
-    state = per_expert(reloaded.state_dict())
-    assert_same({name: state[name] for name in expected}, expected)
+    model, problems = load_reference("qwen2", models["qwen2"]), make_problems()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    expected = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = sum(problem.loss(reference_logits(model, problem)) for problem in problems)
+        loss.backward()
+        expected.append(float(loss.detach()))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+    moved = expected[0] - expected[2]
+    assert moved > 0.1
+    actual = [sum(parts) for parts in zip(*(rank["losses"] for rank in two_ranks), strict=True)]
+    assert actual == pytest.approx(expected, abs=1e-3 * moved)
 
 
 def test_large_exports_are_divided_over_files_with_an_index_and_load(
-    one_rank: dict[str, Any], models: Models, exports: Models
+    one_rank: dict[str, Any], models: Models, exports: Path
 ) -> None:
-    directory, expected = exports["single"] / "qwen2_in_files", weights(models["qwen2"])
+    directory, expected = exports / "files", weights(models["qwen2"])
     files = {path.name for path in directory.glob("*.safetensors")}
     assert len(files) > 2
     assert all((directory / name).stat().st_size < 22_000 for name in files)

@@ -7,21 +7,25 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.policy.expert_layouts import (
+from tests.policy.layouts import (
     BALANCE,
     BATCHES,
-    FAMILIES,
-    LAYOUTS,
-    REPLAYED,
+    EXPERTS,
     Results,
     by_rank,
-    make_models,
-    multiples_of,
+    layouts_of,
     run_balanced,
     run_replays,
 )
 from tests.policy.oracle import Gradients, Oracle
-from tests.policy.tiny_models import Problem, make_problems, per_expert, reference_logits
+from tests.policy.parity_ranks import multiples_of
+from tests.policy.tiny_models import (
+    Problem,
+    make_model,
+    make_problems,
+    per_expert,
+    reference_logits,
+)
 from tests.tolerances import assert_within
 
 if TYPE_CHECKING:
@@ -31,13 +35,17 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
-TESTED = [layout for layout in LAYOUTS if layout.name in REPLAYED]
-CASES = [f"{layout.name}, {family}" for layout in TESTED for family in FAMILIES]
+TESTED = layouts_of(
+    *("one rank, recomputed", "TP 2 × EP 2, ETP 1", "PP 2, recomputed"),
+    "PP 2 × VPP 2 × CP 2 × EP 2",
+)
+CASES = [f"{layout.name}, {family}" for layout in TESTED for family in EXPERTS]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
+    root = tmp_path_factory.mktemp("models")
+    return {name: make_model(name, root / name, num_hidden_layers=4) for name in EXPERTS}
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,9 @@ HYBRID_EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 
-SEQUENCES = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (50, 51)))
+Batches = tuple[tuple[tuple[int, ...], ...], ...]
+"""Token ids of the sequences of micro-batches."""
+SEQUENCES: Batches = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9), (50, 51)))
 """Token ids of the sequences of each micro-batch: different lengths, one of a single token."""
 
 
