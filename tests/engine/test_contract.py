@@ -316,17 +316,6 @@ def test_an_unusable_directory_is_an_error_and_the_engine_lives(
     play(real_case, update)
 
 
-def test_scores_are_those_of_the_model_at_temperature_1(real_case: Case, model_dir: Path) -> None:
-    tokens = [*PROMPT, *range(40, 60)]
-
-    async def score(engine: Engine) -> np.ndarray:
-        await Response(engine, 4, prompt=tokens).end()  # nothing cached may stand in for them
-        return (await engine.score(tokens, 60)).logprobs
-
-    expected = reference_logprobs(model_dir, tokens[:1], tokens[1:], 1.0)
-    np.testing.assert_allclose(play(real_case, score), expected, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize(("start", "top_k"), [(1, 0), (4, 3), (15, 8), (23, 1), (24, 2)])
 def test_tokens_from_a_position_on_are_scored_with_the_likeliest_ones(
     case: Case, model_dir: Path, start: int, top_k: int

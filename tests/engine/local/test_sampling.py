@@ -39,9 +39,26 @@ def _assert_drawn_from(tokens: np.ndarray, probabilities: list[float]) -> None:
     assert chi_square < CHI_SQUARE_LIMITS[int(possible.sum()) - 1]
 
 
-def test_tokens_follow_the_distribution() -> None:
-    tokens, logprobs = _draw(SamplingSettings(1.0, 1, seed=0))
-    _assert_drawn_from(tokens, [0.4, 0.0, 0.3, 0.15, 0.1, 0.05])
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "expected"),
+    [
+        (1.0, -1, PROBABILITIES),
+        (1.0, 2, [4 / 7, 0, 3 / 7, 0, 0, 0]),
+        (0.75, -1, [0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
+        (0.35, -1, [1, 0, 0, 0, 0, 0]),
+        (0.96, 4, [0.4 / 0.95, 0, 0.3 / 0.95, 0.15 / 0.95, 0.1 / 0.95, 0]),
+        (0.8, 3, [4 / 7, 0, 3 / 7, 0, 0, 0]),  # 0.7 of the 0.85 of three
+        (0.57, 2, [1, 0, 0, 0, 0, 0]),  # 4 / 7 of the two
+    ],
+)
+def test_tokens_follow_the_distribution_and_filters_leave_out_tokens_but_not_log_probs(
+    top_p: float, top_k: int, expected: list[float]
+) -> None:
+    tokens, logprobs = _draw(SamplingSettings(1.0, 1, top_p=top_p, top_k=top_k, seed=0))
+    if max(expected) == 1:
+        assert set(tokens.tolist()) == {0}
+    else:
+        _assert_drawn_from(tokens, expected)
     np.testing.assert_allclose(logprobs, np.log(np.array(PROBABILITIES)[tokens]), atol=1e-6)
 
 
@@ -51,28 +68,6 @@ def test_a_temperature_of_one_half_squares_the_odds() -> None:
     expected = [0.5614035, 0.0, 0.3157895, 0.0789474, 0.0350877, 0.0087719]
     _assert_drawn_from(tokens, expected)
     np.testing.assert_allclose(np.exp(logprobs), np.array(expected)[tokens], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("top_p", "top_k", "expected"),
-    [
-        (1.0, 2, [4 / 7, 0, 3 / 7, 0, 0, 0]),
-        (0.75, -1, [0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85, 0, 0]),
-        (0.35, -1, [1, 0, 0, 0, 0, 0]),
-        (0.96, 4, [0.4 / 0.95, 0, 0.3 / 0.95, 0.15 / 0.95, 0.1 / 0.95, 0]),
-        (0.8, 3, [4 / 7, 0, 3 / 7, 0, 0, 0]),  # 0.7 of the 0.85 of three
-        (0.57, 2, [1, 0, 0, 0, 0, 0]),  # 4 / 7 of the two
-    ],
-)
-def test_filters_leave_out_tokens_but_not_log_probs(
-    top_p: float, top_k: int, expected: list[float]
-) -> None:
-    tokens, logprobs = _draw(SamplingSettings(1.0, 1, top_p=top_p, top_k=top_k, seed=0))
-    if max(expected) == 1:
-        assert set(tokens.tolist()) == {0}
-    else:
-        _assert_drawn_from(tokens, expected)
-    np.testing.assert_allclose(logprobs, np.log(np.array(PROBABILITIES)[tokens]), atol=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.8, 0.95, 1.0])

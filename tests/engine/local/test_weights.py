@@ -20,13 +20,15 @@ from tests.engine.helpers import change_weights, make_model_dir, reference_logpr
 from tests.engine.local.setting import complete, finish, opened, request, start
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
     from bapo_megatron.data.completion import Completion
     from bapo_megatron.engine.local.engine import LocalEngine
+
+    Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 PROMPT = [3, 20, 77, 4]
 LONG = SamplingSettings(temperature=1.5, max_new_tokens=40, seed=41)
@@ -44,6 +46,14 @@ def _weights(directory: Path) -> dict[str, Tensor]:
         for path in sorted(directory.glob("*.safetensors"))
         for name, tensor in load_file(path).items()
     }
+
+
+def _changed(source: Path, directory: Path, change: Change) -> Path:
+    """A copy of a model with other weights."""
+    shutil.copytree(source, directory)
+    tensors = change(_weights(source))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 async def _load(engine: LocalEngine, directory: Path, version: int) -> None:
@@ -117,20 +127,6 @@ async def test_a_group_brings_them_in_parts_again_and_again(
     _assert_of(model_dir, second)
 
 
-async def test_tied_embeddings_come_under_one_name(tmp_path: Path) -> None:
-    directory = make_model_dir(tmp_path / "llama", "llama")
-    tensors = load_file(directory / "model.safetensors")
-    assert "lm_head.weight" not in tensors
-    tensors["model.embed_tokens.weight"] *= 1.3
-    changed = tmp_path / "changed"
-    shutil.copytree(directory, changed)
-    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-
-    async with opened(directory) as engine:
-        await _load(engine, changed, 1)
-        _assert_of(changed, (await complete(engine, request(PROMPT, LONG, version=1)))[0])
-
-
 async def test_a_missing_weight_is_named_and_a_complete_sync_repairs_it(
     model_dir: Path, changed_dir: Path
 ) -> None:
@@ -162,14 +158,59 @@ async def test_a_missing_weight_is_named_and_a_complete_sync_repairs_it(
 async def test_a_weight_of_another_model_is_named_and_changes_nothing(
     model_dir: Path, tmp_path: Path, change: dict[str, Tensor], message: str
 ) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(model_dir, other)
-    save_file(_weights(model_dir) | change, other / "model.safetensors", metadata={"format": "pt"})
+    other = _changed(model_dir, tmp_path / "other", lambda tensors: tensors | change)
 
     async with opened(model_dir) as engine:
         with pytest.raises(RolloutError, match=message):
             await _load(engine, other, 3)
         _assert_of(model_dir, (await complete(engine, request(PROMPT, LONG)))[0])
+
+
+def _with_other_embeddings(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """They are tied: the head's have no name of their own."""
+    assert "lm_head.weight" not in tensors
+    return tensors | {"model.embed_tokens.weight": 1.3 * tensors["model.embed_tokens.weight"]}
+
+
+def _with_other_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    layer = "model.layers.1.mlp"
+    for expert in range(8):
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            tensors[f"{layer}.experts.{expert}.{part}.weight"] *= 1 + (expert + 1) / 10
+    if (bias := f"{layer}.gate.e_score_correction_bias") in tensors:
+        tensors[bias] += torch.arange(8) / 10
+    return tensors
+
+
+def _of_a_vision_tower(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.replace("model.", "model.language_model.", 1): 1.1 * tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama", _with_other_embeddings),
+        ("qwen3_moe", _with_other_experts),
+        ("glm4_moe", _with_other_experts),
+        ("deepseek_v3", _with_other_experts),
+        ("qwen3_5_text", _of_a_vision_tower),
+    ],
+)
+async def test_weights_have_the_names_of_their_family(
+    tmp_path: Path, family: str, change: Change
+) -> None:
+    directory = make_model_dir(tmp_path / family, family)
+    changed = _changed(directory, tmp_path / "changed", change)
+
+    async with opened(directory) as engine:
+        await _load(engine, changed, 1)
+        (completion,) = await complete(engine, request(PROMPT, LONG, version=1))
+    _assert_of(changed, completion)
+    with pytest.raises(AssertionError):
+        _assert_of(directory, completion)
 
 
 async def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
@@ -193,39 +234,15 @@ async def test_weights_wait_for_the_running_burst(model_dir: Path, changed_dir: 
         assert stream.completion.versions == (VersionSpan(0, 20), VersionSpan(1, 10))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
-async def test_experts_come_one_by_one(tmp_path: Path, family: str) -> None:
-    directory = make_model_dir(tmp_path / family, family)
-    tensors = load_file(directory / "model.safetensors")
-    changed = tmp_path / "changed"
-    shutil.copytree(directory, changed)
-    layer = "model.layers.1.mlp"
-    for expert in range(8):
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            tensors[f"{layer}.experts.{expert}.{part}.weight"] *= 1 + (expert + 1) / 10
-    if family != "qwen3_moe":
-        tensors[f"{layer}.gate.e_score_correction_bias"] += torch.arange(8) / 10
-    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-
-    async with opened(directory) as engine:
-        await _load(engine, changed, 1)
-        (completion,) = await complete(engine, request(PROMPT, LONG, version=1))
-    _assert_of(changed, completion)
-    with pytest.raises(AssertionError):
-        _assert_of(directory, completion)
-
-
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5_text", "qwen3_next"])
 async def test_a_response_goes_on_after_new_weights_as_if_they_had_read_all_of_it(
     tmp_path: Path, family: str
 ) -> None:
-    old, new = make_model_dir(tmp_path / "old", family), tmp_path / "new"
-    shutil.copytree(old, new)
-    tensors = load_file(old / "model.safetensors")
-    tensors = {
-        name: tensor * 1.1 if tensor.dim() > 1 else tensor for name, tensor in tensors.items()
-    }
-    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: tensor * 1.1 if tensor.dim() > 1 else tensor for n, tensor in tensors.items()}
+
+    old = make_model_dir(tmp_path / "old", family)
+    new = _changed(old, tmp_path / "new", change)
     prompts = [list(range(1, n + 3)) for n in range(12)]
     requests = [request(prompt, replace(LONG, seed=n)) for n, prompt in enumerate(prompts)]
     async with opened(old) as engine:
@@ -242,15 +259,3 @@ async def test_a_response_goes_on_after_new_weights_as_if_they_had_read_all_of_i
         ]
         both = np.concatenate((expected[0][:8], expected[1][8:]))
         np.testing.assert_allclose(completion.logprobs, both, rtol=0, atol=1e-5)
-
-
-async def test_names_of_a_model_with_a_vision_tower_are_understood(tmp_path: Path) -> None:
-    directory, renamed = make_model_dir(tmp_path / "model", "qwen3_5_text"), tmp_path / "renamed"
-    shutil.copytree(directory, renamed)
-    tensors = {name: 1.1 * tensor for name, tensor in _weights(directory).items()}
-    with_prefix = {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
-    save_file(with_prefix, renamed / "model.safetensors", metadata={"format": "pt"})
-    async with opened(directory) as engine:
-        await _load(engine, renamed, 1)
-        (completion,) = await complete(engine, request(PROMPT, LONG, version=1))
-    _assert_of(renamed, completion)

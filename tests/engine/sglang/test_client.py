@@ -9,7 +9,6 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import ServerConfig, SpeculativeConfig
@@ -21,10 +20,9 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.sglang.servers import connected, sample, with_client
-from tests.fakes.fake_sglang import FakeSglang, logprob_of
+from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import MEMORY, FakeWeightServer
 from tests.fakes.wave_server import WaveServer
-from tests.launch import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -80,18 +78,6 @@ async def send(client: SglangClient, count: int) -> None:
     assert all(completion.finish_reason is FinishReason.ABORT for completion in sampled)
 
 
-async def test_a_completion_has_tokens_logprobs_and_versions() -> None:
-    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 4}]
-    async with client_of(FakeSglang(version="4", changes={"weight_versions": spans})) as client:
-        completion = await _generate(client)
-    assert completion.token_ids.tolist() == [103, 104, 105, 106]
-    expected = [logprob_of(token_id, 0.5) for token_id in (103, 104, 105, 106)]
-    np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-6)
-    assert completion.logprobs.dtype == np.float32
-    assert completion.versions == ((3, 1), (4, 3))
-    assert completion.finish_reason is FinishReason.LENGTH
-
-
 async def test_requests_in_flight_have_a_connection_each_and_later_ones_reuse_them() -> None:
     async with waves() as (server, client):
         for server.wave in (50, 50, 7):
@@ -130,14 +116,6 @@ def test_https_servers_are_checked_against_the_authorities_of_the_system(
         # What OpenSSL, and with it every program of the system, takes for its authorities.
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "public.pem"))
         assert with_client(fake.address, lambda client: client.version()) == "0"
-
-
-async def test_a_server_that_is_not_there_is_named() -> None:
-    address = f"http://127.0.0.1:{free_port()}"
-    async with connected(address) as client:
-        for call in (_generate, SglangClient.version):
-            with pytest.raises(BrokenConnectionError, match=f"^{address}"):
-                await call(client)
 
 
 async def test_silence_counts_from_the_last_token_of_any_request_and_not_while_paused() -> None:
@@ -182,33 +160,36 @@ async def test_a_refused_key_names_the_variable_to_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "missing"), [("capabilities", "version"), ("version", "weight_version")]
+    ("call", "problem"),
+    [
+        (SglangClient.capabilities, "KeyError: 'version'"),
+        (SglangClient.version, "KeyError: 'weight_version'"),
+        (lambda client: client.score([1, 2], 10.0), ""),
+    ],
 )
-async def test_an_answer_of_another_program_is_refused(call: str, missing: str) -> None:
+async def test_an_answer_of_another_program_is_refused(call: Any, problem: str) -> None:
     class Other(FakeSglang):
         def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
             return {"hello": "world"}
 
-    async with client_of(Other()) as client:
-        with pytest.raises(ServerError, match=f"unusable answer .*: KeyError: '{missing}'"):
-            await getattr(client, call)()
-
-
-async def test_a_call_without_an_answer_finds_the_server_gone_and_nonsense_is_refused() -> None:
-    class Odd(FakeSglang):
         def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"meta_info": {}}
 
-    fake = Odd()
+    async with client_of(Other()) as client:
+        with pytest.raises(ServerError, match=f"unusable answer .*: .*{problem}"):
+            await call(client)
+
+
+async def test_a_call_without_an_answer_finds_the_server_gone() -> None:
+    fake = FakeSglang()
     async with client_of(fake) as client:
-        with pytest.raises(ServerError, match="unusable answer"):
-            await client.score([1, 2], 10.0)
         fake.is_hanging = True
         with pytest.raises(ServerGoneError, match=r"no answer within 0\.5 s"):
             await client.version(0.5)
         fake.crash()
-        with pytest.raises(BrokenConnectionError):
-            await client.version(0.5)
+        for call in (_generate, SglangClient.version):
+            with pytest.raises(BrokenConnectionError, match=f"^{fake.address}"):
+                await call(client)
 
 
 async def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
@@ -256,49 +237,35 @@ async def test_a_refusal_leaves_a_server_of_which_nobody_knows_what_it_holds(pat
             await client.release_memory(1.0)
 
 
+NGRAM = {"settings": ServerConfig(speculative=SpeculativeConfig(method="ngram"))}
+SPECULATES = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2}
+ROUTES = {"returns_routes": True}
+
+
 @pytest.mark.parametrize(
-    ("info", "message"),
+    ("needs", "info", "message"),
     [
-        ({}, None),
-        ({"speculative_algorithm": "EAGLE"}, "must have speculative_algorithm NGRAM .*got EAGLE"),
-        ({"speculative_num_draft_tokens": 12}, "must have speculative_num_draft_tokens 2 .*got 12"),
-        ({"speculative_accept_threshold_acc": 0.9}, "threshold_acc 1.0 .*got 0.9"),
-        ({"quantization": "fp8"}, "must have quantization None .*got fp8"),
+        (NGRAM, SPECULATES, ""),
+        (NGRAM, {"speculative_algorithm": "EAGLE"}, "speculative_algorithm NGRAM .*got EAGLE"),
+        (NGRAM, {"speculative_num_draft_tokens": 12}, "num_draft_tokens 2 .*got 12"),
+        (NGRAM, {"speculative_accept_threshold_acc": 0.9}, "threshold_acc 1.0 .*got 0.9"),
+        (NGRAM, {"quantization": "fp8"}, "must have quantization None .*got fp8"),
+        (ROUTES, {"enable_return_routed_experts": True}, ""),
+        (ROUTES, {}, "start it with --enable-return-routed-experts"),
+        ({}, {"enable_return_routed_experts": True}, ""),
     ],
 )
-def test_a_server_that_speculates_or_quantizes_otherwise_is_refused(
-    info: dict[str, object], message: str | None
+def test_a_server_that_was_started_otherwise_than_the_run_needs_is_refused(
+    needs: dict[str, Any], info: dict[str, object], message: str
 ) -> None:
     async def check(address: str) -> None:
-        settings = ServerConfig(speculative=SpeculativeConfig(method="ngram"))
-        client = SglangClient(address, ApiKeys(), request_timeout_s=9.0, settings=settings)
+        client = SglangClient(address, ApiKeys(), request_timeout_s=9.0, **needs)
         try:
             await client.check()
         finally:
             await client.close()
 
-    ngram = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2}
-    with FakeSglang(info=ngram | info) as fake:
-        refused = pytest.raises(RolloutError, match=f"^{fake.address}: .*{message or ''}")
+    with FakeSglang(info=(SPECULATES if needs is NGRAM else {}) | info) as fake:
+        refused = pytest.raises(RolloutError, match=f"^{fake.address}: .*{message}")
         with refused if message else contextlib.nullcontext():
             asyncio.run(check(fake.address))
-
-
-@pytest.mark.parametrize("returns_routes", [True, False])
-def test_a_server_that_returns_no_experts_is_refused_where_they_are_needed(
-    returns_routes: bool,
-) -> None:
-    async def check(address: str, *, needs_routes: bool) -> None:
-        client = SglangClient(
-            address, ApiKeys(), request_timeout_s=9.0, returns_routes=needs_routes
-        )
-        try:
-            await client.check()
-        finally:
-            await client.close()
-
-    with FakeSglang(info={"enable_return_routed_experts": returns_routes}) as fake:
-        asyncio.run(check(fake.address, needs_routes=False))
-        refused = pytest.raises(RolloutError, match="start it with --enable-return-routed-experts")
-        with contextlib.nullcontext() if returns_routes else refused:
-            asyncio.run(check(fake.address, needs_routes=True))

@@ -71,48 +71,51 @@ async def call(
     return sent
 
 
-def _status(path: str, key: str, *, kind: str = "http", **keys: str) -> int:
+def _status(
+    path: str, key: str = "", keys: tuple[str, str] = ("user", "admin"), **caller: str
+) -> int:
     """The status of an answer, or the code that a websocket is closed with."""
-    check = KeyCheck(Scheduler(), **{"api_key": "user", "admin_api_key": "admin", **keys})
-    first, *_ = asyncio.run(call(check, path, key, kind=kind))
+    check = KeyCheck(Scheduler(), api_key=keys[0], admin_api_key=keys[1])
+    first, *_ = asyncio.run(call(check, path, key, **caller))
     return int(first.get("status", first.get("code", 0)))
 
 
 @pytest.mark.parametrize(
-    ("path", "status_by_key"),
+    ("path", "statuses"),
     [
-        ("/generate", {"": 401, "user": 200, "admin": 401}),
-        ("/model_info", {"": 401, "user": 200, "admin": 401}),
-        ("/ready", {"": 200, "user": 200, "admin": 200}),
-        ("/server_info", {"": 401, "user": 401, "admin": 200}),
-        ("/load_lora_adapter_from_tensors", {"": 401, "user": 401, "admin": 200}),
-        ("/what/nobody/knows", {"": 401, "user": 401, "admin": 200}),
-        ("/generate/", {"": 401, "user": 401, "admin": 200}),
+        ("/generate", (401, 200, 401)),
+        ("/model_info", (401, 200, 401)),
+        ("/ready", (200, 200, 200)),
+        ("/server_info", (401, 401, 200)),
+        ("/load_lora_adapter_from_tensors", (401, 401, 200)),
+        ("/what/nobody/knows", (401, 401, 200)),
+        ("/generate/", (401, 401, 200)),
     ],
 )
-def test_all_but_generation_takes_the_admin_key(path: str, status_by_key: dict[str, int]) -> None:
-    assert {key: _status(path, key) for key in status_by_key} == status_by_key
-
-
-def test_a_key_that_is_not_set_leaves_generation_open_or_has_the_other_one_stand_in() -> None:
-    assert _status("/generate", "", api_key="") == 200
-    assert _status("/server_info", "", api_key="") == 401
-    assert _status("/server_info", "user", admin_api_key="") == 200
-    assert _status("/server_info", "", admin_api_key="") == 401
+def test_all_but_generation_takes_the_admin_key(path: str, statuses: tuple[int, ...]) -> None:
+    assert tuple(_status(path, key) for key in ("", "user", "admin")) == statuses
 
 
 @pytest.mark.parametrize(
-    ("client", "status"), [("127.0.0.1", 200), ("10.0.0.7", 200), ("10.0.0.8", 401)]
+    ("path", "key", "options", "status"),
+    [
+        # A key that is not set leaves generation open, or has the other one stand in.
+        ("/generate", "", {"keys": ("", "admin")}, 200),
+        ("/server_info", "", {"keys": ("", "admin")}, 401),
+        ("/server_info", "user", {"keys": ("user", "")}, 200),
+        ("/server_info", "", {"keys": ("user", "")}, 401),
+        # What a server calls itself needs no key from there.
+        ("/freeze_gc", "", {"client": "127.0.0.1"}, 200),
+        ("/freeze_gc", "", {"client": "10.0.0.7"}, 200),
+        ("/freeze_gc", "", {"client": "10.0.0.8"}, 401),
+        ("/v1/realtime", "user", {"kind": "websocket"}, 1008),
+        ("/v1/realtime", "admin", {"kind": "websocket"}, 200),
+    ],
 )
-def test_what_a_server_calls_itself_needs_a_key_from_elsewhere(client: str, status: int) -> None:
-    check = KeyCheck(Scheduler(), api_key="user", admin_api_key="admin")
-    first, *_ = asyncio.run(call(check, "/freeze_gc", client=client))
-    assert first["status"] == status
-
-
-def test_websockets_take_the_admin_key_too() -> None:
-    assert _status("/v1/realtime", "user", kind="websocket") == 1008
-    assert _status("/v1/realtime", "admin", kind="websocket") == 200
+def test_keys_that_are_not_set_own_calls_and_websockets(
+    path: str, key: str, options: dict[str, Any], status: int
+) -> None:
+    assert _status(path, key, **options) == status
 
 
 @pytest.mark.parametrize("name", [API_KEY_VARIABLE, ADMIN_API_KEY_VARIABLE])

@@ -113,20 +113,16 @@ def test_events_after_a_change_of_version_wait_for_the_spans_of_the_last_one() -
     assert _plain(last) == ([16, 24, 32, 40], [-2.0, -3.0, -4.0, -5.0], [3, 4, 4, 4], "stop")
 
 
-@pytest.mark.parametrize("num_before", [1, 2])
-def test_an_abort_in_the_queue_repeats_a_token_that_is_not_taken_again(num_before: int) -> None:
+@pytest.mark.parametrize("ids", [[8], [8, 16]])
+def test_an_abort_in_the_queue_repeats_a_token_that_is_not_taken_again(ids: list[int]) -> None:
     # The last token and every log-prob once more (tokenizer_manager._handle_abort_req).
-    ids = [8, 16][:num_before]
+    num_before = len(ids)
     parser = Parser()
     parser.take(_event(ids, num_before))
     event = _event(ids[-1:], num_before, finish=ABORT, rows=_rows(ids), spans=[(3, 0, num_before)])
     assert _plain(parser.take(event)) == ([], [], [], "abort")
 
-
-@pytest.mark.parametrize("num_before", [1, 2])
-def test_an_abort_in_the_queue_that_is_joined_with_new_tokens_keeps_these(num_before: int) -> None:
     # Two events that were not fetched in time are sent as one: lists joined, the rest of the last.
-    ids = [8, 16][:num_before]
     parser = Parser()
     parser.take(_event(ids, num_before))
     rows = _rows([24]) + _rows([*ids, 24])

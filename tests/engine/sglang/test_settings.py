@@ -90,6 +90,16 @@ def test_servers_that_cannot_be_used_are_refused(
     assert not any(secret in str(caught.value) for secret in ("s3cret", "password@"))
 
 
+NGRAM = ("rollout.server.speculative.method=ngram", "rollout.server.max_running_requests=64")
+DRAFT = (
+    "rollout.server.speculative={method: draft, draft_model: model, draft_tokens: 3}",
+    "rollout.server.max_running_requests=64",
+)
+MTP = ("rollout.server.speculative.method=mtp", "rollout.server.max_running_requests=64")
+FP8 = ("rollout.server.quantization=fp8", "algorithm.behaviour=recomputed")
+CORRECTED = "algorithm.correction.kind=token"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -109,28 +119,6 @@ def test_servers_that_cannot_be_used_are_refused(
             ["rollout.colocated=true", "rollout.weight_sync.method=broadcast"],
             r"rollout\.weight_sync\.method: must be tensor or disk .* got broadcast by auto",
         ),
-    ],
-)
-def test_servers_that_do_not_fit_the_gpus_are_refused(
-    check: Check, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        check(*overrides, num_gpus=8)
-
-
-NGRAM = ("rollout.server.speculative.method=ngram", "rollout.server.max_running_requests=64")
-DRAFT = (
-    "rollout.server.speculative={method: draft, draft_model: model, draft_tokens: 3}",
-    "rollout.server.max_running_requests=64",
-)
-MTP = ("rollout.server.speculative.method=mtp", "rollout.server.max_running_requests=64")
-FP8 = ("rollout.server.quantization=fp8", "algorithm.behaviour=recomputed")
-CORRECTED = "algorithm.correction.kind=token"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
         (FP8, r"algorithm\.correction\.kind: must not be none .*: fp8"),
         ([*FP8, CORRECTED], r"rollout\.server\.quantization: needs .* got \['Qwen3_5"),
         (NGRAM[:1], r"rollout\.server\.max_running_requests: must be set .*ngram, got null.* 48"),
@@ -158,7 +146,7 @@ CORRECTED = "algorithm.correction.kind=token"
         ),
     ],
 )
-def test_acceleration_that_spoils_log_probs_or_weight_syncs_is_refused(
+def test_what_does_not_fit_the_gpus_or_spoils_log_probs_or_weight_syncs_is_refused(
     check: Check, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
