@@ -17,15 +17,9 @@ from bapo_megatron.reward.shaping import Shaping, overlong_penalty, repeated_sha
     [(0, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1), (20481, -1), (99999, -1)],
 )
 def test_the_overlong_penalty_is_equation_13_with_the_lengths_of_the_paper(num_tokens, wanted):
-    config = OverlongConfig(buffer_tokens=4096)
-
-    assert overlong_penalty(num_tokens, 20480, config) == wanted
-
-
-def test_the_overlong_penalty_is_multiplied():
-    config = OverlongConfig(buffer_tokens=10, penalty=0.25)
-
-    assert overlong_penalty(96, 100, config) == -0.25 * 0.6
+    assert overlong_penalty(num_tokens, 20480, OverlongConfig(buffer_tokens=4096)) == wanted
+    tripled = OverlongConfig(buffer_tokens=4096, penalty=3)
+    assert overlong_penalty(num_tokens, 20480, tripled) == 3 * wanted
 
 
 @pytest.mark.parametrize(
