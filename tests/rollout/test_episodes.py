@@ -14,12 +14,10 @@ from bapo_megatron.reward.base import Score
 from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.types import FinishReason
-from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import Renderer, settle
 from tests.rollout.batching_setup import Setup as BatchSetup
 from tests.rollout.episodes_setup import MAX_TOKENS, THREE_TURNS, Setup, script
-from tests.rollout.pool import pool_on, until
 from tests.rollout.saved_files import file_of, read_file
 
 if TYPE_CHECKING:
@@ -163,17 +161,6 @@ async def test_an_episode_that_ends_while_nothing_is_sampled_is_scored() -> None
     assert setup.episode.finished().reward == 1.5
 
 
-async def test_an_environment_that_answers_after_generation_went_on_is_asked_once() -> None:
-    setup = Setup(THREE_TURNS)
-    await setup.begin()
-    await setup.tokens(3, ends=True)
-    await setup.push(1)
-    await setup.push(2)
-    await setup.answer()
-    assert len(setup.environment.turns) == 1
-    assert len(setup.pool.requests) == 1
-
-
 async def test_requests_that_stay_during_a_weight_sync_do_so_beside_one_that_begins() -> None:
     setup = Setup(THREE_TURNS, num_samples=2)
     await setup.begin()
@@ -189,33 +176,6 @@ async def test_requests_that_stay_during_a_weight_sync_do_so_beside_one_that_beg
     assert other.versions == ((0, 1), (1, 2))
     last = other.calls[-1]
     assert [*last.prompt(), *last.turn.token_ids] == [1, 2, 0, 1100, 1101, 3, 4]
-
-
-async def test_a_turn_whose_server_dies_goes_on_elsewhere_with_what_was_written() -> None:
-    # Positions: a prompt of 2, eleven tokens up to the end of the turn, 2 written.
-    one, other = FakeSglang(stop_at=12, stalls={15: 4}), FakeSglang(stop_at=30)
-    async with pool_on(one, other, stream_tokens=1) as pool:
-        setup = Setup(THREE_TURNS, pool=pool, max_tokens=23)
-        await setup.begin()
-        await until(lambda: len(setup.environment.turns) == 1)
-        one.stop_at = 30
-        await setup.answer()
-        await until(lambda: setup.episode.num_tokens == 17)
-        one.crash()
-        await until(lambda: setup.episode.is_scored)
-        setup.episodes.raise_failure()
-        assert pool.num_lost_requests == 1
-    sample = setup.episode.finished()
-    sampled = [token_at(position) for position in (*range(2, 13), *range(15, 25))]
-    assert sample.response_token_ids.tolist() == [*sampled[:11], 1100, 1101, *sampled[11:]]
-    assert sample.written == ((11, 2),)
-    assert sample.versions == ((0, 21),)
-    np.testing.assert_allclose(
-        sample.behaviour_logprobs, [logprob_of(token, 0.5) for token in sampled], rtol=1e-6
-    )
-    assert sample.finish_reason is FinishReason.LENGTH
-    [continued] = other.requests
-    assert continued["input_ids"] == [1, 2, *sample.response_token_ids.tolist()[:17]]
 
 
 @pytest.mark.parametrize("moment", ["within a turn", "while the environment is asked", "after it"])
