@@ -70,21 +70,23 @@ def test_maj_at_k_is_the_mean_vote_over_all_subsets(samples, data):
     assert majority_at_k(len(samples), clusters, k) == pytest.approx(float(wanted), abs=1e-12)
 
 
-def test_maj_at_k_by_hand():
-    # Votes: 7, 7, 12, none, of which 7 is right.
-    clusters = candidates([0, 0, 1, NO_VOTE], [1, 1, 0, 0])
-    assert majority_at_k(4, clusters, 4) == 1.0
-    assert majority_at_k(4, clusters, 1) == 0.5
-    # {7 7} {7 none} {7 none} right; {12 none} wrong; {7 12} {7 12} half: 4 of 6.
-    assert majority_at_k(4, clusters, 2) == pytest.approx(4 / 6, abs=1e-15)
-
-
-def test_a_tie_is_right_as_often_as_a_tied_answer_is():
-    assert majority_at_k(3, candidates([0, 1, 2], [1, 0, 0]), 3) == pytest.approx(1 / 3)
-
-
-def test_without_any_answer_the_vote_is_wrong():
-    assert majority_at_k(3, candidates([NO_VOTE] * 3, [0, 0, 0]), 2) == 0.0
+@pytest.mark.parametrize(
+    ("votes", "rewards", "k", "expected"),
+    [
+        # Votes: 7, 7, 12, none, of which 7 is right.
+        ((0, 0, 1, NO_VOTE), (1, 1, 0, 0), 4, 1.0),
+        ((0, 0, 1, NO_VOTE), (1, 1, 0, 0), 1, 0.5),
+        # {7 7} {7 none} {7 none} right; {12 none} wrong; {7 12} {7 12} half: 4 of 6.
+        ((0, 0, 1, NO_VOTE), (1, 1, 0, 0), 2, 4 / 6),
+        ((0, 1, 2), (1, 0, 0), 3, 1 / 3),  # a tie is right as often as a tied answer is
+        ((NO_VOTE,) * 3, (0, 0, 0), 2, 0.0),
+        ((0,), (0.7 + 0.2 + 0.1,), 1, 1.0),  # below 1 by a rounding
+        ((0,), (0.9,), 1, 0.0),
+    ],
+)
+def test_maj_at_k_by_hand(votes, rewards, k, expected):
+    actual = majority_at_k(len(votes), candidates(votes, rewards), k)
+    assert actual == pytest.approx(expected, abs=1e-15)
 
 
 @pytest.mark.slow
@@ -93,11 +95,6 @@ def test_large_numbers_of_samples_stay_probabilities():
     clusters = candidates(range(1000), [1.0] * 250 + [0.0] * 750)
     assert majority_at_k(1000, clusters, 500) == pytest.approx(0.25, rel=1e-9)
     assert pass_at_k(1000, 1, 500) == pytest.approx(0.5, rel=1e-12)
-
-
-def test_a_reward_of_weights_that_sum_to_one_is_right():
-    assert candidates([0], [0.7 + 0.2 + 0.1])[0].num_right == 1
-    assert candidates([0], [0.9])[0].num_right == 0
 
 
 NUM_SAMPLES = 16
@@ -144,6 +141,7 @@ def test_the_interval_is_that_of_all_resamples_where_they_can_be_listed():
     # P(> 3/4) = 0.004, so that the 97.5th percentile is 3/4.
     ends = intervals(np.array([[1.0], [0], [0], [0]]), 20000, seed=0)
     assert ends[:, 0].tolist() == [0.0, 0.75]
+    assert intervals(np.array([[0.25]]), 100, seed=0)[:, 0].tolist() == [0.25, 0.25]
 
 
 def test_resamples_follow_from_the_seed_and_are_shared_by_all_columns():
@@ -173,10 +171,6 @@ def test_no_difference_has_the_p_value_one():
     assert paired_difference(np.zeros(30), 999, seed=0).p_value == 1.0
     # 1/3 − 1/3 in another order: sums of rounding errors are no difference.
     assert paired_difference(np.tile([1e-17, -2e-17], 15), 999, seed=0).p_value == 1.0
-
-
-def test_one_problem_has_no_spread():
-    assert intervals(np.array([[0.25]]), 100, seed=0)[:, 0].tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("num_seeds", [2, 3, 4, 5, 8, 9, 31, 60])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config.evaluation import EvalConfig, eval_reward
+from bapo_megatron.config.evaluation import EvalConfig, EvalSamplingConfig, eval_reward
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.evaluation import results as summary
@@ -58,6 +58,10 @@ def test_the_scores_of_a_set_by_hand():
     assert (scored.missing_answers, scored.answer_found_share) == (5, 7 / 12)
     assert (scored.generated_tokens, scored.tokens_per_s) == (360, 360)
     assert scored.problems[1].votes == (0, 0, 1, 2)
+    cut_off = result({"a:0": ["2"]}, finish_reason=FinishReason.LENGTH, timed_out=True)
+    assert (cut_off.truncated_share, cut_off.grading_timeouts) == (1.0, 1)
+    assert cut_off.response_tokens_median == cut_off.response_tokens_p95 == 10
+    assert [score.name for score in cut_off.scores] == ["avg@1", "pass@1", "maj@1"]
 
 
 def test_scores_and_intervals_do_not_depend_on_the_order_of_problems():
@@ -77,15 +81,6 @@ def test_the_bootstrap_leaves_the_event_loop_alone(monkeypatch: pytest.MonkeyPat
     result(FIRST)
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
-
-
-def test_lengths_truncation_and_time_outs_are_counted():
-    lengths = result(
-        {"a:0": ["2"]}, num_tokens=7, finish_reason=FinishReason.LENGTH, timed_out=True
-    )
-    assert (lengths.truncated_share, lengths.grading_timeouts) == (1.0, 1)
-    assert lengths.response_tokens_median == lengths.response_tokens_p95 == 7
-    assert [score.name for score in lengths.scores] == ["avg@1", "pass@1", "maj@1"]
 
 
 def test_results_come_back_from_their_file_and_stand_in_markdown(tmp_path: Path):
@@ -140,12 +135,9 @@ def test_answers_that_a_reward_does_not_return_cannot_vote(
     assert "| sums | maj@2 | – | – |" in table
     [comparison] = compare(scored, result({"a:0": ["2", "2"], "a:1": ["2", "2"]}))
     assert [score.name for score in comparison.scores] == ["avg@2", "pass@2"]
-
-
-def test_a_set_whose_responses_have_no_answer_loses_every_vote():
-    silent = result({"a:0": ["", ""]})
-    assert [score.value for score in silent.scores if score.name == "maj@2"] == [0.0]
+    silent = result({"a:0": ["", ""]})  # no response has an answer: every vote is lost
     assert silent.has_votes
+    assert [score.value for score in silent.scores if score.name == "maj@2"] == [0.0]
 
 
 def test_failed_functions_and_the_parts_of_a_reward_are_reported(tmp_path: Path):
@@ -219,13 +211,11 @@ def test_a_comparison_is_paired_by_problem_whatever_the_order():
     assert (paired.low, paired.high, paired.p_value) == (0.25, 0.5, 0.002)
 
 
-def test_results_with_other_numbers_of_samples_share_what_both_can_tell():
+def test_a_comparison_has_the_scores_that_both_can_tell_and_that_differ():
     fewer = {prompt: answers[:2] for prompt, answers in SECOND.items()}
     (compared,) = compare(result(FIRST), result(fewer))
     assert [score.name for score in compared.scores] == ["avg@4, avg@2", "pass@2", "maj@2"]
-
-
-def test_pass_at_1_is_listed_where_it_is_not_avg_at_n_again():
+    # pass@1 is not avg@2 again where a reward lies between 0 and 1.
     partly = result({"a:0": ["2", "3"]}, components={"math": 0.5})
     problem = replace(partly.problems[0], rewards=(1.0, 0.5))
     (compared,) = compare(replace(partly, problems=(problem,)), partly)
@@ -244,15 +234,22 @@ def test_other_problems_are_refused_or_left_out():
         compare(result(FIRST), result(SECOND, answer="9"))
 
 
-def test_other_sampling_settings_are_named_where_they_are_known():
-    def different(first: dict[str, object], second: dict[str, object]) -> tuple[str, ...]:
-        (compared,) = compare(result(FIRST, settings=first), result(SECOND, settings=second))
-        return compared.different_settings
+COLD = {"temperature": 0.6, "top_p": 1.0, "weights": "a", "max_turns": 3}
 
-    cold = {"temperature": 0.6, "top_p": 1.0, "weights": "a", "max_turns": 3}
-    assert different(cold, {**cold, "temperature": 1.0}) == ("temperature 0.6 and 1.0",)
-    assert different(cold, {**cold, "weights": "b", "max_turns": 5}) == ("max_turns 3 and 5",)
-    assert different(cold, {}) == ()
+
+@pytest.mark.parametrize(
+    ("second", "different"),
+    [
+        ({**COLD, "temperature": 1.0}, ("temperature 0.6 and 1.0",)),
+        ({**COLD, "weights": "b", "max_turns": 5}, ("max_turns 3 and 5",)),
+        ({}, ()),
+    ],
+)
+def test_other_sampling_settings_are_named_where_they_are_known(
+    second: dict[str, Any], different: tuple[str, ...]
+):
+    (compared,) = compare(result(FIRST, settings=COLD), result(SECOND, settings=second))
+    assert compared.different_settings == different
 
 
 def test_sets_are_matched_by_name_where_there_are_several():
@@ -297,18 +294,26 @@ def test_prompts_are_told_apart_by_tokens_answers_and_rows():
     assert prompts_digest([prompt]) == prompts_digest([Prompt("a:0", (1, 2), "3", "other text")])
 
 
-def test_a_set_has_its_own_sampling_settings_where_it_gives_some():
-    config = EvalConfig.model_validate(
-        {
-            "sets": [{"path": "a.jsonl"}, {"path": "b.jsonl", "temperature": 0, "top_k": 5}],
-            "samples_per_prompt": 1,
-            "temperature": 0.7,
-            "max_prompts": 9,
-        }
-    )
-    first, second = (config.sampling_of(dataset) for dataset in config.sets)
+def test_a_set_has_its_own_sampling_settings_and_the_rollout_s_length_where_it_gives_none():
+    def samplings(**sections: Any) -> list[EvalConfig | EvalSamplingConfig]:
+        values = {"name": "a", "run_dir": "r", "model": {"path": "m"}, **sections}
+        section = RunConfig.model_validate(values).eval
+        return [section, *(section.sampling_of(dataset) for dataset in section.sets)]
+
+    other = {"temperature": 0, "top_k": 5, "max_response_tokens": 9}
+    sets = {"sets": [{"path": "a.jsonl"}, {"path": "b.jsonl", **other}]}
+    common = {"samples_per_prompt": 1, "temperature": 0.7, "max_prompts": 9}
+    _, first, second = samplings(eval={**sets, **common})
     assert (first.temperature, first.top_k, first.max_prompts) == (0.7, -1, 9)
     assert (second.temperature, second.top_k, second.max_prompts) == (0.0, 5, 9)
+    rollout = {"max_response_tokens": 80}
+    for sections, lengths in (
+        ({"rollout": rollout}, [80]),
+        ({"rollout": rollout, "eval": sets}, [80, 80, 9]),
+        ({"rollout": rollout, "eval": {**sets, "max_response_tokens": 70}}, [70, 70, 9]),
+        ({"eval": sets}, [4096, 4096, 9]),
+    ):
+        assert [sampling.max_response_tokens for sampling in samplings(**sections)] == lengths
 
 
 def votes_of(*answers: str, pool: TextEquality | None = None) -> tuple[tuple[int, ...], int]:
@@ -316,39 +321,25 @@ def votes_of(*answers: str, pool: TextEquality | None = None) -> tuple[tuple[int
     return votes
 
 
-def test_evaluations_are_as_long_as_the_rollout_where_they_set_no_length():
-    def lengths(**sections: Any) -> list[int]:
-        values = {"name": "a", "run_dir": "r", "model": {"path": "m"}, **sections}
-        config = RunConfig.model_validate(values)
-        sets = [config.eval.sampling_of(dataset) for dataset in config.eval.sets]
-        return [config.eval.max_response_tokens, *(s.max_response_tokens for s in sets)]
-
-    sets = [{"path": "a.jsonl"}, {"path": "b.jsonl", "max_response_tokens": 9}]
-    assert lengths(rollout={"max_response_tokens": 80}) == [80]
-    assert lengths(rollout={"max_response_tokens": 80}, eval={"sets": sets}) == [80, 80, 9]
-    assert lengths(
-        rollout={"max_response_tokens": 80}, eval={"sets": sets, "max_response_tokens": 70}
-    ) == [70, 70, 9]
-    assert lengths(eval={"sets": sets}) == [4096, 4096, 9]
-
-
-def test_equal_answers_share_a_cluster_and_none_is_no_vote():
-    votes = votes_of("7", "", "12", " 7", "12", "")
-    assert votes == ((0, NO_VOTE, 1, 0, 1, NO_VOTE), 0)
-
-
-def test_equal_texts_are_compared_once():
+@pytest.mark.parametrize(
+    ("answers", "votes", "num_timeouts", "num_calls"),
+    [
+        # Equal answers share a cluster; none is no vote. 12-7, " 7"-7.
+        (("7", "", "12", " 7", "12", ""), (0, NO_VOTE, 1, 0, 1, NO_VOTE), 0, 2),
+        # Equal texts are compared once.
+        ((*["7"] * 8, *["12"] * 8), (*[0] * 8, *[1] * 8), 0, 1),
+        # After three time-outs, "slow 1" against a, b and c, "a " is compared with nothing, and
+        # equals none by its text.
+        (("slow 1", "a", "b", "c", "a ", "c"), (0, 1, 2, 3, 4, 3), 3, 1 + 2 + 3 - 2),
+    ],
+    ids=["equal answers", "equal texts", "hostile answers"],
+)
+def test_answers_are_compared_until_their_cluster_is_known(
+    answers: tuple[str, ...], votes: tuple[int, ...], num_timeouts: int, num_calls: int
+):
     pool = TextEquality()
-    votes_of(*["7"] * 8, *["12"] * 8, pool=pool)
-    assert pool.num_calls == 1
-
-
-def test_a_problem_with_hostile_answers_stops_comparing_after_three_time_outs():
-    pool = TextEquality()
-    votes = votes_of("slow 1", "a", "b", "c", "a ", "c", pool=pool)
-    # "slow 1" against a, b and c; then "a " is compared with nothing, and equals none by its text.
-    assert votes == ((0, 1, 2, 3, 4, 3), 3)
-    assert pool.num_calls == 1 + 2 + 3 - 2
+    assert votes_of(*answers, pool=pool) == (votes, num_timeouts)
+    assert pool.num_calls == num_calls
 
 
 def test_a_problem_whose_comparisons_are_slow_stops_comparing(monkeypatch: pytest.MonkeyPatch):

@@ -104,14 +104,14 @@ def test_samples_of_other_settings_are_not_continued(
     assert path.read_bytes() == before
 
 
-def test_samples_whose_settings_are_lost_are_not_continued(path: Path) -> None:
+@pytest.mark.parametrize(("content", "problem"), [("{", "damaged"), (None, "is missing")])
+def test_samples_whose_settings_are_lost_are_not_continued(
+    path: Path, content: str | None, problem: str
+) -> None:
     write(path, *ALL)
     settings = path.with_name("sums.settings.json")
-    settings.write_text("{")
-    with pytest.raises(ResultsError, match=r"sums.settings.json: damaged"):
-        write(path, resume=True)
-    settings.unlink()
-    with pytest.raises(ResultsError, match=r"sums.settings.json: is missing"):
+    settings.unlink() if content is None else settings.write_text(content)
+    with pytest.raises(ResultsError, match=rf"sums.settings.json: {problem}"):
         write(path, resume=True)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from examples.study.shards import path_of
 from examples.study.tier_b import Plan, Setting
-from examples.study.tier_b_report import Results, draw, half_width, tables
+from examples.study.tier_b_report import Results, draw, tables
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,10 +74,6 @@ def test_contrasts_are_paired_by_seed_over_the_stale_lags(study: Path) -> None:
     assert "| 3 seeds | lag 0 | lag 2 | lag 8 |" in text
     first, *_ = text.split("### What the runs did")
     assert first.index("### Contrasts, lag 2, 8") < first.index("### Contrasts, lag 0")
-
-
-def test_a_half_width_is_student_s() -> None:
-    assert half_width(np.array([1.0, 2.0, 3.0])) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
 
 
 def test_the_figure_is_drawn(study: Path, tmp_path: Path) -> None:

@@ -85,18 +85,19 @@ def test_models_that_suit_are_accepted(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "text"),
+    ("section", "values", "text"),
     [
-        ({"tensor": 3}, "parallel.tensor: must divide the model's num_attention_heads = "),
-        ({"pipeline": 2, "virtual_pipeline": 4}, "parallel.pipeline: pipeline × virtual_pipeline"),
-        ({"expert": 2}, "parallel.expert: needs a model with experts, got 2"),
+        ("parallel", {"tensor": 3}, "tensor: must divide the model's num_attention_heads = "),
+        ("parallel", {"pipeline": 2, "virtual_pipeline": 4}, "pipeline: pipeline × virtual_"),
+        ("parallel", {"expert": 2}, "expert: needs a model with experts, got 2"),
+        ("algorithm", {"router_replay": "rollout"}, "router_replay: must be none for a model wit"),
     ],
 )
-def test_a_layout_into_which_the_model_does_not_divide_is_refused(
-    make_config: MakeConfig, parallel: dict[str, int], text: str
+def test_settings_that_the_model_does_not_have_or_divide_into_are_refused(
+    make_config: MakeConfig, section: str, values: dict[str, Any], text: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^{text}"):
-        check_training(changed(make_config(), {"parallel": parallel}), 6)
+    with pytest.raises(ConfigError, match=rf"^{section}\.{text}"):
+        check_training(changed(make_config(), {section: values}), 6)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The trainer's loss of a micro-batch, by given log-probs and from the model's output.
+"""The trainer's loss of a micro-batch, by given log-probs; ``test_updates.py`` has whole updates.
 
 Shape legend: T = response tokens.
 """
@@ -13,19 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
-from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage, SafeTokens, UpdateContext
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import TokenReport
 from bapo_megatron.types import MicroBatch
 from tests.algorithm.batches import CLIP, DUAL_CLIP, oracle_bounds, random_batch, with_gradient
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_stage, one_rank
-from tests.ops import chunked_problem
 from tests.oracles import policy_loss as oracle
-from tests.tolerances import assert_within
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "clip": CLIP,
@@ -332,59 +327,3 @@ def test_the_loss_is_a_float32_scalar_of_its_own_and_the_report_has_no_gradient(
         assert not values.requires_grad
     assert not report.policy.logprob_T.requires_grad
     assert not report.policy.entropy_T.requires_grad
-
-
-def run_problem(
-    groups: ProcessGroups, problem: chunked_problem.Problem, chunk_tokens: int
-) -> tuple[LossStage, TokenReport, dict[str, Tensor]]:
-    """Loss, sums and gradients of a problem by the trainer's loss; 0: all logits at once."""
-    hidden_NH, weight_VH = chunked_problem.leaves(problem)
-    head = OutputHead(weight_VH) if chunk_tokens else None
-    ops = OpsConfig(logits_chunk_tokens=chunk_tokens)
-    vocab_size, temperature = chunked_problem.VOCAB_SIZE, chunked_problem.TEMPERATURE
-    reader = PolicyOutput(ops, vocab_size, temperature, groups, head)
-    settings = {"dual_clip": DUAL_CLIP, "entropy_coefficient": 0.03}
-    stage = LossStage(AlgorithmConfig.model_validate(CLIP | settings), reader, groups)
-    output = hidden_NH.view_as(hidden_NH) if chunk_tokens else hidden_NH @ weight_VH.t()
-    tokens = problem.tokens
-    micro_batch = make_micro_batch(**{name: getattr(tokens, name) for name in vars(tokens)})
-    loss, report = stage.loss(output, micro_batch, decision=None, context=CONTEXT)
-    loss.backward()
-    assert hidden_NH.grad is not None
-    assert weight_VH.grad is not None
-    results = {"loss": loss.detach(), "hidden": hidden_NH.grad, "weight": weight_VH.grad}
-    return stage, report, results
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000])
-def test_with_chunks_the_trainer_reports_and_learns_the_same(
-    groups: ProcessGroups, chunk_tokens: int
-) -> None:
-    problem = chunked_problem.make_problem()
-    stage, whole, wanted = run_problem(groups, problem, 0)
-    _, report, actual = run_problem(groups, problem, chunk_tokens)
-    settings = {"entropy_coefficient": 0.03}
-    exact = chunked_problem.run_oracle(problem, **settings)
-    bound = chunked_problem.float32_bound(problem, exact, **settings)
-    for name, value in wanted.items():
-        assert_within(chunked_problem.relative_error(actual[name], value), bound, name)
-    torch.testing.assert_close(report.sums, whole.sums, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(report.maxima, whole.maxima, rtol=1e-5, atol=1e-5)
-    reported = sums_by_name(stage, report)
-    assert reported["tokens"] == 51  # 61, less every sixth
-    assert min(reported[name] for name in ("high", "low", "kl_behaviour")) > 0
-
-
-@pytest.mark.parametrize("chunk_tokens", [0, 16])
-def test_from_the_models_output_a_token_that_is_not_finite_moves_nothing(
-    groups: ProcessGroups, chunk_tokens: int
-) -> None:
-    problem = chunked_problem.make_problem()
-    problem.tokens.behaviour_logprob_T[7] = torch.nan
-    stage, report, actual = run_problem(groups, problem, chunk_tokens)
-    problem.tokens.behaviour_logprob_T[7] = 0.0
-    problem.tokens.mask_T[7] = 0.0
-    _, _, wanted = run_problem(groups, problem, chunk_tokens)
-    assert sums_by_name(stage, report)["nonfinite_tokens"] == 1
-    for name, value in wanted.items():
-        assert torch.equal(actual[name], value), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -20,13 +19,9 @@ def groups() -> Iterator[ProcessGroups]:
         yield groups
 
 
-def _speculation(mode: Any, groups: ProcessGroups) -> Speculation:
-    return Speculation(mode, Bapo(BapoConfig(), None), groups)
-
-
 def _after_trial(groups: ProcessGroups, *shares: float) -> Speculation:
     """One whose passes without gradients took these shares of a loss pass; both were foreseen."""
-    auto = _speculation("auto", groups)
+    auto = Speculation("auto", Bapo(BapoConfig(), None), groups)
     for share in shares:
         assert auto.is_trial
         assert not auto.relies
@@ -56,21 +51,3 @@ def test_old_misses_are_forgotten(groups: ProcessGroups) -> None:
     for _ in range(speculation.WINDOW):
         auto._missed.append(False)
     assert auto.relies
-
-
-def test_other_log_probs_end_the_trial_and_all_predictions(
-    groups: ProcessGroups, capsys: pytest.CaptureFixture[str]
-) -> None:
-    auto = _speculation("auto", groups)
-    auto.end_trial(1.0, 3.0, differs=True)
-    assert [auto.is_trial, auto.predicts, auto.relies] == [False, False, False]
-    assert "different log-probs" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_the_other_modes_ask_for_no_trial(groups: ProcessGroups, mode: str) -> None:
-    speculated = _speculation(mode, groups)
-    for _ in range(3):
-        speculated._missed.append(True)
-    assert not speculated.is_trial
-    assert speculated.relies == speculated.predicts == (mode == "always")

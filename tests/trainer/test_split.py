@@ -13,9 +13,8 @@ import pytest
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.staleness import spans_of, token_versions
-from bapo_megatron.trainer.split import SplitShape, SplitUpdate, ZeroAdvantage, split_step
+from bapo_megatron.trainer.split import SplitUpdate, ZeroAdvantage, split_step
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -24,7 +23,7 @@ from bapo_megatron.types import (
     Sample,
     WrittenSpan,
 )
-from tests.data.samples import add_branch, make_sample
+from tests.data.samples import add_branch
 from tests.trainer.dumps import ONE_RANK
 
 VERSION = 10
@@ -311,17 +310,3 @@ def test_a_branch_more_changes_no_advantage(
     # too old.
     assert update.computed == ((0, 1, 2, 3, 4, 6) if num_trained else (0, 1, 3, 4, 6))
     assert update.responses == plain.responses
-
-
-def test_a_rank_gets_its_own_micro_batches() -> None:
-    samples = [make_sample(1, 4, group_id=i) for i in range(4)]
-    rules, zeros = PackingRules(data_size=2, max_tokens=5, flops=SequenceFlops(1, 0)), np.zeros(4)
-
-    ranks = [
-        SplitShape(rules, data_rank=rank).pack(samples, range(4), zeros, zeros)[1]
-        for rank in range(2)
-    ]
-
-    assert [len(rank) for rank in ranks] == [2, 2]
-    seen = [set(m.sample_T.tolist()) for rank in ranks for m in rank]
-    assert sorted(i for s in seen for i in s) == [0, 1, 2, 3]
