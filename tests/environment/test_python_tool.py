@@ -102,12 +102,6 @@ def test_what_cannot_be_called_or_fails_is_read_by_the_policy(tool: PythonTool) 
     }
 
 
-def test_variables_survive_a_cell_that_was_ended(tool: PythonTool) -> None:
-    state = tool.step(tool.start(TASK), turn_of("x = 1")).state
-    state = tool.step(state, turn_of("x = 2\nwhile True: pass")).state
-    assert outputs(tool.step(state, turn_of("x"))) == ["1\n"]
-
-
 async def test_episodes_run_in_workers_by_the_name_of_the_configuration() -> None:
     config = RolloutConfig(environment="python_tool", tool_format="hermes")
     environment = load_environment(config)

@@ -60,14 +60,6 @@ async def test_what_fails_beside_the_training_fails_the_next_batch() -> None:
     await setup.batches.close()
 
 
-async def test_a_grader_that_fails_ends_the_batch() -> None:
-    setup = driven()
-    setup.rewards.failing = 1
-    with pytest.raises(RewardError, match="the grader is gone"):
-        await setup.batches.collect(1, deliver)
-    await setup.batches.close()
-
-
 async def test_while_a_grader_is_slow_nothing_is_sampled() -> None:
     setup = driven()
     setup.rewards.held[0] = asyncio.Event()

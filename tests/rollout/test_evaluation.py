@@ -70,25 +70,18 @@ class Pool(FakePool):
 
 
 class EvenIsRight:
-    """Grades the number of the request."""
+    """Grades the first token, the number of the request; after delays by a seed, if any."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._delays = None if seed is None else random.Random(seed)
 
     async def score(self, episode: Episode, group: PendingGroup) -> None:
-        assert episode.finished().finish_reason is FinishReason.STOP
-        number = int(episode.finished().response_token_ids[0])
-        reward = float(number % 2 == 0)
-        score = Score(reward=reward, answer_found=True, extracted=str(number % 2))
-        episode.graded = Response(str(number), ""), score
-
-
-class SlowGrader(EvenIsRight):
-    def __init__(self, seed: int) -> None:
-        self._delays = random.Random(seed)
-
-    async def score(self, episode: Episode, group: PendingGroup) -> None:
-        await asyncio.sleep(self._delays.choice((0, 0.0002, 0.002)))
-        token_ids = episode.finished().response_token_ids
-        score = Score(reward=float(token_ids[0] % 2), answer_found=True)
-        episode.graded = Response(str(token_ids.tolist()), ""), score
+        if self._delays is not None:
+            await asyncio.sleep(self._delays.choice((0, 0.0002, 0.002)))
+        tokens = episode.finished().response_token_ids.tolist()
+        is_odd = tokens[0] % 2
+        score = Score(float(not is_odd), answer_found=True, extracted=str(is_odd))
+        episode.graded = Response(str(tokens), ""), score
 
 
 def evaluate(
@@ -236,7 +229,7 @@ def test_with_an_engine_that_is_driven_an_evaluation_repeats(tmp_path: Path) -> 
     for seed in (1, 2):
         pool = SteppedPool(delay_seed=seed, is_slow=seed == 2)
         run_dir = tmp_path / str(seed)
-        evaluator = make_evaluator(run_dir, SlowGrader(seed))
+        evaluator = make_evaluator(run_dir, EvenIsRight(seed))
         scored = evaluate(run_dir, pool, evaluator=evaluator)
         results.append([replace(result, wall_s=0.0, tokens_per_s=0.0) for result in scored])
         responses.append(

@@ -118,20 +118,18 @@ class RolloutMachine(RuleBasedStateMachine):
             }
         ),
         is_partial=st.booleans(),
-        scores_in_drain=st.booleans(),
-        disk_is_full=st.booleans(),
-        has_environment=st.booleans(),
-        replay=st.sampled_from([{}, {"batches": 2, "share": 0.5}, {"batches": 1, "max_age": 1}]),
+        case=st.fixed_dictionaries(
+            {
+                "scores_in_drain": st.booleans(),
+                "disk_is_full": st.booleans(),
+                "has_environment": st.booleans(),
+                "replay": st.sampled_from(
+                    [{}, {"batches": 2, "share": 0.5}, {"batches": 1, "max_age": 1}]
+                ),
+            }
+        ),
     )
-    def begin(
-        self,
-        rollout: dict[str, Any],
-        is_partial: bool,
-        scores_in_drain: bool,
-        disk_is_full: bool,
-        has_environment: bool,
-        replay: dict[str, Any],
-    ) -> None:
+    def begin(self, rollout: dict[str, Any], is_partial: bool, case: dict[str, Any]) -> None:
         if not is_partial:
             rollout |= {"async_steps": 0, "tokens_per_step": None, "max_carries": None}
             rollout |= {"partial_tokens": None}
@@ -148,10 +146,7 @@ class RolloutMachine(RuleBasedStateMachine):
                 "weight_sync": {"in_flight": in_flight},
             }
         )
-        self.scores_in_drain = scores_in_drain
-        self.disk_is_full = disk_is_full
-        self.has_environment = has_environment
-        self.replay = replay
+        vars(self).update(case)
         self.loop = asyncio.new_event_loop()
         self.trained: list[int] = []
         self.step = 1
