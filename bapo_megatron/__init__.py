@@ -1,3 +1,3 @@
 """Reinforcement learning with verifiable rewards by BAPO, at Megatron scale."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -32,7 +32,7 @@ def test_a_gpu_without_kernels_is_refused_and_the_cpu_always_has_some(
 
 def test_build_info_names_version_compiler_flags_and_instruction_set() -> None:
     info = extension.build_info()
-    assert info["version"] == "0.2.0"
+    assert info["version"] == "0.3.0"
     assert "-ffp-contract=off" in info["flags"]
     assert "-march" not in info["flags"]
     assert info["isa"] == info["available_isas"][-1]
