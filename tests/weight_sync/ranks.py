@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -39,12 +40,26 @@ if TYPE_CHECKING:
 PROBE = ((3, 20, 77, 4, 9, 31), (5, 6, 7, 8), (42, 13))
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A signal to a process group right after a call was started."""
+
+    call: str
+    number: int
+    """Which of these calls, counted from 0."""
+    pid: int
+    signal: int
+
+
 class ThreadSource:
     """A ``Caller`` of a ``WeightReceiver`` in a thread; use it as a context manager."""
 
-    def __init__(self, addresses: Sequence[str], config: RolloutConfig) -> None:
+    def __init__(
+        self, addresses: Sequence[str], config: RolloutConfig, fault: Fault | None = None
+    ) -> None:
         self._addresses = addresses
         self._config = config
+        self._fault = fault
         self.calls: list[str] = []
         self.generation = StubGeneration()
 
@@ -62,10 +77,14 @@ class ThreadSource:
 
     def start(self, call: Call[Any, ResponseT], request: Any, /) -> Callable[[], ResponseT]:
         sent = json.loads(encode(Request(0, call.name, request)))  # as over the socket
-        self.calls.append(call.name.removeprefix("weights."))
+        name = call.name.removeprefix("weights.")
         future = asyncio.run_coroutine_threadsafe(
             self._answers.answer(Request(0, call.name, sent["arguments"])), self._loop
         )
+        fault = self._fault
+        if fault is not None and (name, self.calls.count(name)) == (fault.call, fault.number):
+            os.killpg(fault.pid, fault.signal)
+        self.calls.append(name)
         return future.result
 
     async def _open(self) -> None:
@@ -108,6 +127,7 @@ def sync_changed(
     *,
     factors: tuple[float, ...] = (1.5,),
     layout: dict[str, int] | None = None,
+    fault: Fault | None = None,
     bytes_per_mb: int = 20_000,
 ) -> list[Synced]:
     """Sync the model's weights once for each factor, by which some of them are multiplied before.
@@ -122,7 +142,7 @@ def sync_changed(
         state = build_policy(model_dir, groups)
         score = partial(score_probes, state.model, OpsConfig(), shape_of(state, groups))
         sync = WeightSync(config.weight_sync, directory / "run", score, state.model.groups.device)
-        source = ThreadSource(addresses, config) if groups.rank == 0 else None
+        source = ThreadSource(addresses, config, fault) if groups.rank == 0 else None
         if source is not None:
             source.__enter__()
         try:

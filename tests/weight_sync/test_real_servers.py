@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 
 from bapo_megatron.engine.base import SamplingSettings
 from tests.distributed_launch import run_ranks
-from tests.engine.helpers import reference_logprobs
+from tests.engine.helpers import descendants, reference_logprobs
 from tests.engine.sglang.servers import (
     KEYS,
     load_weights,
@@ -19,7 +21,7 @@ from tests.engine.sglang.servers import (
     sample,
     with_client,
 )
-from tests.weight_sync.ranks import sync_changed
+from tests.weight_sync.ranks import Fault, Synced, sync_changed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,7 +44,7 @@ def pair(
 ) -> Iterator[list[SglangServer]]:
     """Two real servers with the same keys. The first one read no weights when it started.
 
-    The other one gets back the weights that it had.
+    The last test ends it; the other one gets back the weights that it had.
     """
     awaiting = make_server(model_dir, tmp_path_factory.mktemp("awaiting"), awaits_weights=True)
     with running(awaiting):
@@ -106,3 +108,45 @@ def test_servers_compute_with_new_weights_as_transformers_does(
         assert not (tmp_path / "run" / "weights").exists()
         assert second.calls.count("receive") > 4  # several buckets
         assert second.calls.count("join") == (1 if method == "broadcast" else 0)
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_ends_in_the_middle_of_a_broadcast_is_left_out_and_the_rest_gets_all_weights(
+    pair: list[SglangServer], model_dir: Path, tmp_path: Path
+) -> None:
+    stopped = _sync_with_fault(pair, model_dir, tmp_path / "stop", signal.SIGSTOP, timeout_s=8)
+    assert "no answer within" in stopped.lost[pair[0].address]
+    _assert_computes(pair[1].address, 100, tmp_path / "stop" / "0")
+    # It goes on in a broadcast that everybody has left, and takes part in the next sync.
+    os.killpg(_process_group(pair[0]), signal.SIGCONT)
+    killed = _sync_with_fault(pair, model_dir, tmp_path / "kill", signal.SIGKILL, timeout_s=60)
+    assert killed.calls.count("begin") == killed.calls.count("join") == 2
+    assert set(killed.lost) == {pair[0].address}
+    _assert_computes(pair[1].address, 100, tmp_path / "kill" / "0")
+
+
+def _process_group(server: SglangServer) -> int:
+    (group,) = {
+        os.getpgid(process.pid) for process in descendants(mentioning=f"--port={server.port}")
+    }
+    return group
+
+
+def _sync_with_fault(
+    pair: list[SglangServer],
+    model_dir: Path,
+    directory: Path,
+    number: signal.Signals,
+    timeout_s: float,
+) -> Synced:
+    """Signal the first server after the third bucket was started; returns what rank 0 saw."""
+    fault = Fault("receive", 2, _process_group(pair[0]), number)
+    rollout = {
+        "weight_sync": {**VERIFIED, "method": "broadcast", "bucket_mb": 2, "timeout_s": timeout_s},
+        "health": {"timeout_s": 20},
+    }
+    sync = functools.partial(sync_changed, layout={"tensor": 2}, fault=fault)
+    addresses = tuple(server.address for server in pair)
+    rank_zero, rank_one = run_ranks(sync, 2, model_dir, addresses, rollout, directory)
+    assert rank_zero[0].error == rank_one[0].error == ""
+    return rank_zero[0]
