@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bapo_megatron.weight_sync.receive import _Comparison
+from bapo_megatron.weight_sync.verify import _Comparison
 
 TOKENS = 512
 
