@@ -256,7 +256,7 @@ class Scheduler:
     @property
     def groups(self) -> list[PendingGroup]:
         """All groups in the buffer, the oldest first."""
-        return list(self.buffer)
+        return list(self.buffer.groups.values())
 
     def draw(self, num_groups: int) -> None:
         """Draw the prompts that ``num_groups`` groups still need, with rounds for a new one."""

@@ -100,9 +100,8 @@ def _memory(device: torch.device) -> dict[str, float]:
 def sample_rows(dumps: Path, step: int) -> list[dict[str, Any]]:
     """Return samples of a step, each as cells by column.
 
-    They go from the lowest reward to the highest, evenly spaced by rank.
-
-    Samples without text are left out, and long texts shortened. Raises ``DumpError``.
+    They go from the lowest reward to the highest, evenly spaced by rank. Samples without text are
+    left out, and long texts shortened. Raises ``DumpError``.
     """
     path = dump_path(dumps, step)
     try:
