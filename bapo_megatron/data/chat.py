@@ -147,8 +147,8 @@ class ChatRenderer:
             ValueError: The question has a system message and ``system_prompt`` is set as well, it
                 has tools that cannot be rendered, or the template refuses or leaves out a message.
         """
-        if self._has_agent:  # which asks with tools of its own
-            tools = None
+        if self._has_agent or not tools:  # an agent asks with tools of its own
+            tools = None  # those of ``rollout``
         messages = self.messages(question)
         text = self._render(messages, tools=tools)
         if tools and (self._schemas or text == self._render(messages, tools=())):

@@ -78,6 +78,17 @@ def test_a_row_s_tools_are_rendered(tmp_path, tokenizer_dir, tools):
     assert prompts[0].row == {"tools": tools}
 
 
+def test_rows_without_tools_of_their_own_show_those_of_the_run(tmp_path, tokenizer_dir):
+    path = write_jsonl(tmp_path / "a.jsonl", GOOD, {**GOOD, "tools": []})
+    config = RolloutConfig(environment="python_tool", tool_format="hermes", tools=(SCHEMA,))
+    renderer = renderer_with_tools(tokenizer_dir, tmp_path, config)
+
+    first, second = load_set(DatasetConfig(path=path), renderer, DataConfig()).prompts
+
+    assert first.text == second.text == renderer.text("x")
+    assert re.findall(r'"name": "(\w+)"', first.text) == ["add", "python"]
+
+
 def test_tools_that_cannot_be_rendered_are_refused(tmp_path, tokenizer, tokenizer_dir):
     path = write_jsonl(tmp_path / "a.jsonl", {**GOOD, "tools": [SCHEMA]})
     with pytest.raises(
