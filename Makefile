@@ -27,8 +27,9 @@ help:
 
 setup: $(VENV)/.complete
 
-# The stamp is written last: an interrupted installation is made again.
-$(VENV)/.complete: requirements/cpu.txt requirements/install.sh requirements/bubblewrap.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+# The stamp is written last: an interrupted installation is made again. The extension contains the
+# package's version, so that a new one compiles it again.
+$(VENV)/.complete: bapo_megatron/__init__.py requirements/cpu.txt requirements/install.sh requirements/bubblewrap.sh pyproject.toml setup.py $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
 	@requirements/install.sh $(VENV) $(PYTHON)
 	@requirements/bubblewrap.sh
 	@touch $@
