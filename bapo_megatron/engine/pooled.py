@@ -86,6 +86,48 @@ class PooledEngine:
         return self.state is EngineState.LOST
 
 
+class News:
+    """Tasks that run beside those who wait for what they change."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        """Run ``work`` until ``close``; its error is raised wherever news are awaited."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self.wake())
+        self._tasks.add(task)
+        return task
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """End a task, whose error nobody gets any more."""
+        self._tasks.discard(task)
+        task.cancel()
+
+    def wake(self) -> None:
+        """Wake everything that waits."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Wait for ``wake``, or for the end of a task."""
+        self.raise_errors()
+        await self._changed.wait()
+
+    def raise_errors(self) -> None:
+        """Raise the error of a task that failed: an engine cannot be used at all, or a bug."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        """Cancel all tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 class EngineStates:
     """The engines and their states, for ``EnginePool``."""
 
@@ -103,15 +145,13 @@ class EngineStates:
         self._config = config
         self._health = config.health
         self._has_begun = False
-        self._news = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.news = News()
+        """Wakes whoever waits for a change of an engine's state."""
         self._loads: list[LoadReport] = []
 
     async def close(self) -> None:
         """Stop watching, and close every connection."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.news.close()
         for pooled in self.engines:
             await pooled.engine.close()
 
@@ -146,14 +186,7 @@ class EngineStates:
         """Start polling the engines that are not polled yet."""
         for pooled in self.engines:
             if pooled.watcher is None:
-                pooled.watcher = self.run(self._watch(pooled))
-
-    def run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run ``work`` until ``close``; its error is raised wherever an engine is awaited."""
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self.wake())
-        self._tasks.add(task)
-        return task
+                pooled.watcher = self.news.run(self._watch(pooled))
 
     def add(self, engine: Engine) -> None:
         """Add an engine and start polling it; it must be admitted, and may need weights."""
@@ -163,14 +196,13 @@ class EngineStates:
     def dismiss(self, pooled: PooledEngine) -> None:
         """Send an engine no more requests or weights; ``remove`` it once it has no requests."""
         if pooled.watcher is not None:
-            self._tasks.discard(pooled.watcher)
-            pooled.watcher.cancel()
+            self.news.cancel(pooled.watcher)
         self._move(pooled, EngineState.LEAVING, "it is being removed")
 
     async def remove(self, pooled: PooledEngine) -> None:
         """Remove an engine that was dismissed, and close its connections."""
         self.engines = tuple(other for other in self.engines if other is not pooled)
-        self.wake()
+        self.news.wake()
         await pooled.engine.close()
 
     async def wait_for_engines(self, report: Callable[[str], None] = lambda line: None) -> None:
@@ -213,12 +245,12 @@ class EngineStates:
                 ``rollout.health.patience_s``.
         """
         while not is_over():
-            self._raise_refusal()
+            self.news.raise_errors()
             if usable := [pooled for pooled in self.engines if pooled.is_usable]:
                 return usable
             if self.needs_weights:
                 # They come after the trainer's step, however long that takes.
-                await self._news.wait()
+                await self.news.wait()
                 continue
             await self._wait_until(
                 lambda: is_over() or any(pooled.is_answering for pooled in self.engines),
@@ -233,32 +265,16 @@ class EngineStates:
         try:
             async with asyncio.timeout(self._patience_left_s()):
                 while not is_met():
-                    await self.wait_for_news()
+                    await self.news.wait()
         except TimeoutError:
             raise RolloutError(
                 f"{problem} for {patience_s:g} s (rollout.health.patience_s): "
                 f"{self.describe()}; {remedy}"
             ) from None
-        self._raise_refusal()
+        self.news.raise_errors()
 
     def _patience_left_s(self) -> float:
         return self._health.patience_s
-
-    def wake(self) -> None:
-        """Wake everything that waits for news."""
-        self._news.set()
-        self._news = asyncio.Event()
-
-    async def wait_for_news(self) -> None:
-        """Wait for a change of an engine's state, or ``wake``."""
-        self._raise_refusal()
-        await self._news.wait()
-
-    def _raise_refusal(self) -> None:
-        """Raise the error of a task that failed: an engine cannot be used at all, or a bug."""
-        for task in self._tasks:
-            if task.done():
-                task.result()
 
     def mark_updated(self, pooled: PooledEngine, version: int) -> None:
         """Record that an engine holds ``version``, unless it was lost or dismissed."""
@@ -288,7 +304,7 @@ class EngineStates:
 
     def _move(self, pooled: PooledEngine, state: EngineState, reason: str) -> None:
         pooled.state, pooled.reason = state, reason
-        self.wake()
+        self.news.wake()
 
     def _warn(self, pooled: PooledEngine, event: str) -> None:
         _LOG.warning("%s %s", pooled.address, event)
@@ -297,12 +313,7 @@ class EngineStates:
         """Return means and maxima since the last call, and how many engines there are now."""
         loads, self._loads = self._loads, []
         usable = sum(pooled.is_usable for pooled in self.engines)
-        summary: dict[str, float] = {"usable": usable, "known": len(self.engines)}
-        for name in (member.name for member in fields(LoadReport) if loads):
-            values = [value for load in loads if (value := getattr(load, name)) is not None]
-            if values:
-                summary |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
-        return summary
+        return {"usable": usable, "known": len(self.engines)} | _summarise(loads)
 
     async def _watch(self, pooled: PooledEngine) -> None:
         answered_s, timeout_s = time.monotonic(), self._health.timeout_s
@@ -399,7 +410,7 @@ class TeacherStates(EngineStates):
         with reporting(lambda: report(teacher_text(f"waiting for the teacher: {self.describe()}"))):
             await self.wait_usable()
             while any(pooled.reason == _NOT_ASKED for pooled in self.engines):
-                await self.wait_for_news()
+                await self.news.wait()
         for pooled in self.engines:
             if not pooled.is_usable:
                 self.leave_out(pooled, pooled.reason)
@@ -454,3 +465,13 @@ class TeacherStates(EngineStates):
             self._warn(pooled, "answers again" if is_known else "joins the run")
         pooled.version = reported
         self._move(pooled, EngineState.USABLE, "")
+
+
+def _summarise(loads: Sequence[LoadReport]) -> dict[str, float]:
+    """Return the mean and the maximum of each field that an engine reported."""
+    summary: dict[str, float] = {}
+    for name in (member.name for member in fields(LoadReport)):
+        values = [value for load in loads if (value := getattr(load, name)) is not None]
+        if values:
+            summary |= {name: math.fsum(values) / len(values), f"{name}_max": max(values)}
+    return summary

@@ -259,7 +259,7 @@ class Collector:
         self._stack.push_async_callback(weights.close)
         if rollout.servers_file is not None:
             interval_s = rollout.health.interval_s
-            states.run(Membership(self._backend, self._pool, weights, interval_s).follow())
+            states.news.run(Membership(self._backend, self._pool, weights, interval_s).follow())
         await states.wait_for_engines(self._report)
 
     async def collect(self, step: int) -> Path | None:

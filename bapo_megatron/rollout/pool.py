@@ -91,7 +91,7 @@ class EnginePool:
                 finally:
                     has_ended = job.finish_reason is FinishReason.STOP
                     self._admission.release(pooled, job.claim, has_ended=has_ended)
-                    self.states.wake()
+                    self.states.news.wake()
                 if (request := plan()) is None:  # its engine was lost after the last token
                     return True
                 job.request = request
@@ -115,7 +115,7 @@ class EnginePool:
         self._is_draining = True
         self.num_drains += 1
         self._is_drained.clear()
-        self.states.wake()
+        self.states.news.wake()
         try:
             await self.resume()
             engines = self.states.engines
@@ -168,7 +168,7 @@ class EnginePool:
                 while usable := await self.states.wait_usable(is_over):
                     if pooled := self._admission.choose(usable, job.claim, is_due=is_due):
                         return pooled
-                    await self.states.wait_for_news()
+                    await self.states.news.wait()
             if is_batch:
                 return None
             await self._is_drained.wait()

@@ -148,7 +148,7 @@ class TeacherPool:
             raise ServerGoneError(f"{entry.address}: {entry.reason}") from error
         finally:
             self._states.requests[entry].discard(limit)
-            self._states.wake()
+            self._states.news.wake()
         if not (np.isfinite(scores.logprobs).all() and np.isfinite(scores.top_logprobs).all()):
             raise ServerError(
                 f"{entry.address}: a log-prob is not finite; check the teacher's weights and dtype"
@@ -164,4 +164,4 @@ class TeacherPool:
             entry = min(usable, key=lambda entry: len(requests[entry]))
             if len(requests[entry]) < _MAX_PER_ENGINE:
                 return entry
-            await self._states.wait_for_news()
+            await self._states.news.wait()

@@ -1,30 +1,24 @@
 """Servers join and leave in the middle of a rollout, as the lines of a file come and go."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.servers import Membership
+from bapo_megatron.types import RolloutBatch
 from bapo_megatron.weight_sync.receive import Load, WeightReceiver
+from tests.engine.helpers import MakeConfig
 from tests.fakes.fake_pool import deliver
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.rollout.batching_setup import Rewards, make_batches
 from tests.rollout.pool import LIMIT_S, states_of, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import RolloutBatch
-    from tests.engine.helpers import MakeConfig
 
 
 class Run:
@@ -42,7 +36,7 @@ class Run:
         self.batches.attach(self.pool)
         interval_s = self.config.health.interval_s
         membership = Membership(self.backend, self.pool, self.weights, interval_s)
-        self.pool.states.run(membership.follow())
+        self.pool.states.news.run(membership.follow())
         await self.pool.states.wait_for_engines()
 
     async def sync(self, version: int) -> None:
