@@ -53,7 +53,6 @@ COMMANDS = {
     "plot": "Draw the training dynamics of one or more runs as a PNG.",
     "report": "Write an HTML page about one or more runs: curves, checks, rollouts to read.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",
-    "make-tiny": "Make a tiny model, pretrained on sums, and its data (deterministic).",
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
 """Help line of each command; command ``x`` is ``commands.x.command``, or ``x show`` is
@@ -62,7 +61,7 @@ COMMANDS = {
 _TILDE = re.compile(r"((?:--[a-z-]+=)?)(~(?:/.*)?)", re.DOTALL)
 """A path in the home directory; shells do not expand ``~`` after an option's ``=``."""
 
-_MODULES = {"eval": "evaluate", "data": "data_show", "make-tiny": "make_tiny"}
+_MODULES = {"eval": "evaluate", "data": "data_show"}
 
 
 class _Commands(TyperGroup):

@@ -21,7 +21,7 @@ fi
 
 # On the CPU even where there are GPUs: two ranks and a server would need three.
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
-"$python" -m bapo_megatron make-tiny "$tiny" --seed "$seed"
+"$python" -m examples.tiny "$tiny" --seed "$seed"
 rm -rf "$run" # an earlier demo
 "$python" -m bapo_megatron.torchrun --nproc-per-node 2 -m bapo_megatron \
     train configs/demo.yaml "run_dir=$run" "seed=$seed" "model.path=$tiny/model" \

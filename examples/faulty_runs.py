@@ -105,7 +105,7 @@ def train(name: str, demo: Path, folder: Path, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("demo", type=Path, help="what make-tiny wrote")
+    parser.add_argument("demo", type=Path, help="what examples.tiny wrote")
     parser.add_argument("folder", type=Path, help="for the runs")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--only", choices=RUNS, action="append", help="make this run, not all")

@@ -7,8 +7,6 @@ from bapo_megatron.policy.megatron_import import import_megatron
 
 import_megatron()
 
-import bapo_megatron.cli  # noqa: E402
-import bapo_megatron.trainer.loop  # noqa: E402
 
 COMPILER = {"torch._dynamo", "torch._inductor", "torch.onnx"} & set(sys.modules)
 
@@ -17,10 +15,7 @@ import torch._dynamo  # noqa: E402, F401 - as torch does for the first optimizer
 import transformers.models.auto.tokenization_auto  # noqa: E402, F401
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer  # noqa: E402, F401
 
-import bapo_megatron.engine.sglang.kind  # noqa: E402
-import bapo_megatron.evaluation.samples  # noqa: E402
-import bapo_megatron.rollout.collector  # noqa: E402
-import bapo_megatron.tiny.model  # noqa: E402, F401
+import examples.tiny.model  # noqa: E402, F401
 
 gc.freeze()  # a collection in a fork, of which a checkpoint makes several, skips what is imported
 

@@ -124,10 +124,7 @@ def check_model_dir(
         ConfigError: A file is missing or unreadable; weights count with ``needs_weights`` only.
     """
     if not path.is_dir():
-        raise ConfigError(
-            f"{key}: no such directory '{path}'; download a Hugging Face model to it, or run "
-            "make-tiny"
-        )
+        raise ConfigError(f"{key}: no such directory '{path}'; download a Hugging Face model to it")
     weights = ["*.safetensors"] if needs_weights else []
     for pattern in ("config.json", *weights, "tokenizer_config.json"):
         if not any(path.glob(pattern)):

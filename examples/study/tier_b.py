@@ -98,7 +98,7 @@ def compute(setting: Setting, plan: Plan, out: Path) -> list[dict[str, Any]]:
         *_objective(setting, plan, out),
         *plan.overrides,
     ]
-    _call(out, "train", str(_CONFIG), *overrides)
+    _call(out, "bapo_megatron", "train", str(_CONFIG), *overrides)
     rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] > 0]
     curves = {name: [row.get(metric) for row in rows] for name, metric in _COLUMNS.items()}
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -132,7 +132,7 @@ def _objective(setting: Setting, plan: Plan, out: Path) -> list[str]:
 
 def make_tiny(out: Path, seed: int) -> list[dict[str, Any]]:
     """Make the model and the data of a seed."""
-    _call(out, "make-tiny", str(out / "tiny" / f"seed{seed}"), f"--seed={seed}")
+    _call(out, "examples.tiny", str(out / "tiny" / f"seed{seed}"), f"--seed={seed}")
     return [{"seed": seed}]
 
 
@@ -140,7 +140,7 @@ def _call(out: Path, *arguments: str) -> None:
     """Run a command of the project on one core; raise with the end of its output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-m", "bapo_megatron", *arguments],
+        [sys.executable, "-m", *arguments],
         cwd=_CONFIG.parents[2],
         env=environment,
         stdout=subprocess.PIPE,

@@ -28,14 +28,14 @@ from torch.nn.functional import cross_entropy
 
 from bapo_megatron.runtime.files import atomic_directory
 from bapo_megatron.telemetry.console import ProgressLine
-from bapo_megatron.tiny.make import (
+from examples.tiny.make import (
     IGNORED_LABEL,
     Pair,
     WarmupSettings,
     learning_rate,
     pad_batch,
 )
-from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
+from examples.tiny.model import build_model, build_tokenizer, save_model
 
 CALL_SHARE = 1 / 7
 NUM_TRAIN, NUM_HELDOUT = 2048, 256

@@ -3,8 +3,6 @@
 python -m tests.benchmarks.bench_agents --out docs/benchmarks/agents_cpu_202611
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import sys
@@ -21,7 +19,7 @@ from bapo_megatron.agent.runner import AgentRunner
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.record import Record
-from bapo_megatron.tiny.model import build_tokenizer
+from examples.tiny.model import build_tokenizer
 from tests.agent.episodes import Policy, agent_config, open_session
 from tests.benchmarks.bench_episodes import SCORE, SETTINGS, make_taught
 from tests.benchmarks.demo_runs import train

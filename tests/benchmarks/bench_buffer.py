@@ -6,8 +6,6 @@ response is in pieces, as servers send them.
     python -m tests.benchmarks.bench_buffer --out docs/benchmarks/buffer_cpu_202611
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

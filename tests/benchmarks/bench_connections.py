@@ -6,8 +6,7 @@ collector does: receive, check, put together, admit the next request.
     python -m tests.benchmarks.bench_connections --out docs/benchmarks/connections_cpu_202611
 """
 
-from __future__ import annotations
-
+import argparse
 import asyncio
 import contextlib
 import gc
@@ -16,7 +15,8 @@ import multiprocessing
 import os
 import resource
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.completion import Completion
@@ -29,10 +29,6 @@ from bapo_megatron.rollout.pool import EnginePool
 from tests.benchmarks.harness import columns, finish, machine, page, report_arguments, table
 from tests.benchmarks.stream_server import Load, serve
 from tests.fakes.wave_server import WaveServer
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
 
 _TOKENS_PER_S_OF_A_REQUEST = 61.0
 _WAVES = (512, 2048, 8192)

@@ -1,6 +1,6 @@
 """Sampling by each engine, through the same interface, beside transformers' ``generate``.
 
-    python -m bapo_megatron make-tiny DIR --seed 0
+    python -m examples.tiny DIR --seed 0
     OMP_NUM_THREADS=1 python -m tests.benchmarks.bench_engines DIR/model --threads 1
 
 Prompts are shared by groups. Responses end by themselves or at ``--tokens``; what was sampled is
@@ -9,19 +9,18 @@ second model is a random one of ``--wide`` hidden units and 8 layers: 12.6 milli
 default.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.base import Engine, GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.engine import LocalEngine, load_model
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
@@ -30,11 +29,6 @@ from tests.benchmarks.harness import Contender, Section, arguments, interleave, 
 from tests.benchmarks.samples import make_wide_model
 from tests.engine.helpers import Kept
 from tests.engine.sglang.servers import KEYS, running, server_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bapo_megatron.engine.base import Engine
 
 GROUP = 8
 WIDE = {"layers": 8, "positions": 512, "initializer_range": 0.05}

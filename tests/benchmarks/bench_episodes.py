@@ -3,17 +3,15 @@
 python -m tests.benchmarks.bench_episodes --out docs/benchmarks/episodes_cpu_202611
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from examples.tiny.make import make_tiny
 from tests.benchmarks.demo_runs import draw, train
 from tests.benchmarks.harness import finish, machine, page, report_arguments, table
 from tests.environment.lessons import teach_two_turns
-from tests.launch import run
 
 SETTINGS = (
     "rollout.engine=local",
@@ -38,8 +36,7 @@ CURVES = {
 def make_taught(scratch: Path, seed: int) -> Path:
     """Make a tiny model that knows two turns, and its data; returns their directory."""
     tiny = scratch / f"tiny{seed}"
-    result = run(["make-tiny", str(tiny), "--seed", str(seed)], timeout_s=1200)
-    assert result.returncode == 0, result.stderr
+    make_tiny(tiny, seed)
     teach_two_turns(tiny / "model", seed)
     return tiny
 

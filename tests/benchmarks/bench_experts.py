@@ -1,7 +1,5 @@
 """Models with experts against transformers in every layout, and checkpoints across layouts."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from pathlib import Path

@@ -9,8 +9,6 @@ hidden states, and that of its head, in float32 as Megatron keeps it.
 Shape legend: T = tokens, V = columns, H = hidden size.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

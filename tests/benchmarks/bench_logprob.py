@@ -6,8 +6,6 @@ On a GPU also against flash-attn's, Transformer Engine's and Liger's cross entro
 Shape legend: T = tokens, V = columns.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable

@@ -8,8 +8,6 @@ forward, the gradient of the hidden states and that of the head, in float32 as M
 Shape legend: T = tokens, V = columns, H = hidden size.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

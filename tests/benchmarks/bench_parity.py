@@ -8,8 +8,6 @@ Prompts and responses of a dump, whole; every token but the first is scored at T
 runs in each layout that fits the model; the others are compared with it on one rank.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

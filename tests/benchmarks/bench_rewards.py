@@ -8,8 +8,6 @@ event loop, which stands for generation, notes how late it is woken.
     python -m tests.benchmarks.bench_rewards --out docs/benchmarks/rewards_cpu_202611
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -7,8 +7,6 @@ flood their output or fork. CPU time is that of this process and of everything i
     taskset --cpu-list 0 python -m tests.benchmarks.bench_sandbox --callers 2    # of one core
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

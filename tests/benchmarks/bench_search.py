@@ -8,8 +8,6 @@ of the loss stage divides by the partials, combine, loss and in-place gradient o
 Shape legend: T = tokens, V = columns, K = pairs of bounds on the path.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

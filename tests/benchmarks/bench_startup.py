@@ -8,8 +8,6 @@ Every run is a process of its own. The server that `train` asks is a socket, whi
 somebody came. Imports of libraries by themselves are the yardstick.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -34,7 +32,6 @@ COMMANDS = {
     "--help": ["--help"],
     "config": ["config"],
     "train --help": ["train", "--help"],
-    "make-tiny --help": ["make-tiny", "--help"],
 }
 LIMIT_S = 300.0
 _MODULE = ("-m", "bapo_megatron")
@@ -42,7 +39,7 @@ _MODULE = ("-m", "bapo_megatron")
 
 def main() -> None:
     parser = harness.arguments("Start-up of commands.")
-    parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
+    parser.add_argument("data_dir", type=Path, help="what examples.tiny wrote")
     parser.add_argument("--before", type=Path, help="another tree of this project, built")
     options = parser.parse_args()
     trees = {"": harness.REPOSITORY}

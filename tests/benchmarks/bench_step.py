@@ -3,8 +3,6 @@
 make demo && python -m tests.benchmarks.bench_step runs/demo [KEY=VALUE …]
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from pathlib import Path

@@ -6,8 +6,6 @@ runs the tests in every environment and keeps what they record in ``DIR``; envir
 records there already are not run again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

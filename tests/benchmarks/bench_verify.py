@@ -6,8 +6,6 @@ before each load; loads from the page cache, where the share is highest, come be
     python -m tests.benchmarks.bench_verify --out docs/benchmarks/verify_cpu_202611
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from functools import partial

@@ -1,11 +1,10 @@
 """Runs of the demo's task that a benchmark makes, one by one or as a sweep, and their curves."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bapo_megatron.telemetry.sinks import read_metrics
 from bapo_megatron.tools.sweep.file import PlannedRun, load_sweep
@@ -13,15 +12,11 @@ from bapo_megatron.tools.sweep.run import run_sweep
 from tests.benchmarks.harness import REPOSITORY
 from tests.launch import run
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
 CONFIG = REPOSITORY / "configs/demo.yaml"
 
 
 def overrides(data_dir: Path, steps: int) -> list[str]:
-    """What all runs on the data of make-tiny have in common: one rank, and no checkpoint."""
+    """What all runs on the data of examples.tiny have in common: one rank, and no checkpoint."""
     return [
         f"model.path={data_dir}/model",
         f"data.train.path={data_dir}/train.jsonl",
@@ -35,7 +30,7 @@ def overrides(data_dir: Path, steps: int) -> list[str]:
 def train(
     run_dir: Path, data_dir: Path, steps: int, settings: Sequence[str]
 ) -> list[dict[str, float]]:
-    """Train once on the data of make-tiny; returns the metrics."""
+    """Train once on the data of examples.tiny; returns the metrics."""
     arguments = [*overrides(data_dir, steps), "log.console=false", *settings]
     result = run(
         ["train", str(CONFIG), f"run_dir={run_dir}", *arguments], timeout_s=600 + 60 * steps

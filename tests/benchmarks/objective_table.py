@@ -8,8 +8,6 @@ The runs, on the local engine, are a sweep under ``--runs``: finished ones are n
 the command can be interrupted and repeated.
 """
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Any
@@ -107,7 +105,7 @@ def markdown(report: dict[str, Any], arms: dict[str, list[dict[str, float]]]) ->
 
 def main() -> None:
     parser = report_arguments(__doc__ or "", needs_out=True)
-    parser.add_argument("data_dir", type=Path, help="what make-tiny wrote")
+    parser.add_argument("data_dir", type=Path, help="what examples.tiny wrote")
     parser.add_argument("settings", nargs="*", help="KEY=VALUE for every arm")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)

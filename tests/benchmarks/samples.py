@@ -1,23 +1,19 @@
 """Random models, and samples of made-up tokens, as benchmarks and the acceptance on a GPU use."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 
 def make_wide_model(
     directory: Path, *, hidden: int, layers: int, positions: int, **settings: Any
 ) -> None:
     """Write a random Qwen2 with the demo's tokenizer."""
-    from bapo_megatron.tiny.model import build_tokenizer
+    from examples.tiny.model import build_tokenizer
     from tests.policy.tiny_models import make_model
 
     tokenizer = build_tokenizer(positions)

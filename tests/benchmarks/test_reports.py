@@ -1,7 +1,5 @@
 """The arithmetic of benchmarks whose runs take long; the runs themselves are replaced."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,7 @@ def test_runs_of_arms_are_summarised_and_listed(tmp_path: Path) -> None:
 def test_arms_are_the_variants_of_one_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write_base(tmp_path)  # a model, and prompts as of make-tiny
+    write_base(tmp_path)  # a model, and prompts as of examples.tiny
     monkeypatch.setattr(demo_runs, "run_sweep", lambda sweep: [])
     arms = {name: objectives.ARMS[name] for name in ("bapo", "clip, dual_clip 3")}
     runs = demo_runs.train_variants(

@@ -1,7 +1,5 @@
 """Conversations in a chat template, as text and as token ids."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -12,7 +10,7 @@ import pytest
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.tiny.model import build_tokenizer
+from examples.tiny.model import build_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.data.rows import rendered
 

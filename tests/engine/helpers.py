@@ -1,33 +1,26 @@
 """What tests of engines, of what uses them, and of commands have in common."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
 import shutil
 import urllib.error
 import urllib.request
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.completion import Completion, join
 from bapo_megatron.engine.base import CompletionSink
-from bapo_megatron.tiny.model import build_tokenizer
 from bapo_megatron.types import FinishReason
+from examples.tiny.model import build_tokenizer
 from tests.policy.tiny_models import load_reference, make_model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from typing import Any
-
-    import numpy as np
-
-    from bapo_megatron.config.schema import RunConfig
 
 
 class Kept(CompletionSink):

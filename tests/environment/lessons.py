@@ -1,23 +1,18 @@
 """Shows the tiny model what a second turn is, as written-out episodes of the calculator."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.environment.base import Task, Turn
-from bapo_megatron.tiny.make import IGNORED_LABEL
-from bapo_megatron.tiny.model import save_model
-from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
+from examples.tiny.make import IGNORED_LABEL
+from examples.tiny.model import save_model
+from examples.tiny.task import Problem, SolutionMixture, split_problems, write_solution
 from tests.environment.calculator import Calculator
 from tests.policy.tiny_models import load_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 STEPS = 250
 BATCH = 32
@@ -25,7 +20,7 @@ PEAK_LR = 2e-3
 
 
 def teach_two_turns(model_dir: Path, seed: int) -> None:
-    """Train the model of ``make-tiny`` on two-turn episodes, as its warm-up did on one turn.
+    """Train the model of ``examples.tiny`` on two-turn episodes, as its warm-up did on one turn.
 
     Its solutions stay as careless as they were; what the calculator writes has no loss.
     """

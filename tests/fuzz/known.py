@@ -1,13 +1,12 @@
 """Known cases of bad input, by name; each has been a traceback or a silent error."""
 
-from __future__ import annotations
-
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,9 +28,6 @@ from tests.fuzz.kinds import (
     SHOW,
     SHOW_DUMP,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -320,7 +316,6 @@ FILES = {
         f"link to itself: {command.split()[0]}": Known(command, ("x",), looped("x"))
         for command in (
             f"init x {INIT} --gpus 1",
-            "make-tiny x",
             "convert {intact}/model x",
             "eval --from {intact}/sums.jsonl --out x",
         )
@@ -335,9 +330,6 @@ FILES = {
             (f"init x {INIT} --gpus 1 --node-gpus {10**30}", "--node-gpus"),
             (f"init n\udcff\udcfew {INIT} --gpus 1", r"n\xff\xfew"),
             ("eval --from r\udcff.jsonl --out o", r"r\xff.jsonl"),
-            (f"make-tiny x --seed {10**30}", "--seed"),
-            ("make-tiny /proc/x", "/proc/x"),
-            ("make-tiny /dev/null/x", "/dev/null/x"),
         )
     },
     "servers_file that is a named pipe": Known(

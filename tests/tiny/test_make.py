@@ -1,19 +1,15 @@
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from bapo_megatron.tiny import make
-from bapo_megatron.tiny.make import WarmupSettings, learning_rate, make_tiny, pad_batch
-from bapo_megatron.tiny.model import build_tokenizer
+from examples.tiny import __main__, make
+from examples.tiny.make import WarmupSettings, learning_rate, make_tiny, pad_batch
+from examples.tiny.model import build_tokenizer
 from tests.policy.tiny_models import load_reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHORT = WarmupSettings(num_steps=6, batch_size=64, num_rise_steps=2)
 FILES = ("train.jsonl", "heldout.jsonl", "model/model.safetensors", "model/tokenizer.json")
@@ -97,6 +93,26 @@ def test_what_is_of_somebody_else_is_refused_and_unchanged(tmp_path):
         with pytest.raises((ValueError, NotADirectoryError), match=str(out_dir)):
             make_short(out_dir)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["x", f"--seed={10**30}"], 2, "--seed must be in"),
+        (["x", "--experts=1"], 2, "--experts must be 0 or in [2, 256]"),
+        (["/dev/null/x"], 1, "/dev/null"),
+        (["looped"], 1, "looped"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, status, message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "looped").symlink_to("looped")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["examples.tiny", *arguments])
+    monkeypatch.setattr(__main__, "end_by_exception", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == status
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_batches_are_padded_on_the_right_and_only_responses_have_labels():

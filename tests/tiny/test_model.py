@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import json
 
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from bapo_megatron.tiny.model import (
+from examples.tiny.model import (
     TASK_WORDS,
     VOCABULARY_SIZE,
     build_model,

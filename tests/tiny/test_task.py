@@ -1,10 +1,8 @@
-from __future__ import annotations
-
 import random
 import re
 
-from bapo_megatron.tiny.model import build_tokenizer
-from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
+from examples.tiny.model import build_tokenizer
+from examples.tiny.task import Problem, SolutionMixture, split_problems, write_solution
 
 
 def test_careful_solution_writes_every_partial_sum_and_a_boxed_answer():

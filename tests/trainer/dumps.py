@@ -1,15 +1,13 @@
 """Rollout dumps made from a model by transformers, so that training can be replayed anywhere."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
-from bapo_megatron.tiny.model import build_tokenizer
 from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import (
     FinishReason,
@@ -20,10 +18,8 @@ from bapo_megatron.types import (
     VersionSpan,
     WrittenSpan,
 )
+from examples.tiny.model import build_tokenizer
 from tests.policy.tiny_models import load_reference, make_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ONE_RANK = SplitShape(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
 """Everything on one rank, in micro-batches of 4,096 tokens."""

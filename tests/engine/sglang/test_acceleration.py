@@ -1,18 +1,14 @@
 """Speculation and FP8 on a GPU: exact sampling, the sampler's log-probs, weights that change."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-if TYPE_CHECKING:
-    from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.client import SglangClient
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +41,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 with heads of a real size."""
-    from bapo_megatron.tiny.model import build_tokenizer
+    from examples.tiny.model import build_tokenizer
     from tests.policy.tiny_models import make_model
 
     directory, tokenizer = tmp_path_factory.mktemp("model"), build_tokenizer(256)

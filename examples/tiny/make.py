@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from bapo_megatron.runtime.files import atomic_directory, naming
 from bapo_megatron.telemetry.console import ProgressLine
-from bapo_megatron.tiny.model import build_model, build_tokenizer, save_model
-from bapo_megatron.tiny.task import Problem, SolutionMixture, split_problems, write_solution
+from examples.tiny.model import build_model, build_tokenizer, save_model
+from examples.tiny.task import Problem, SolutionMixture, split_problems, write_solution
 
 RECIPE_NAME = "tiny.json"
 """Says how a directory was made, and so marks it as one of ours."""
@@ -110,7 +110,7 @@ def _refuse_foreign(out_dir: Path) -> None:
         raise ValueError(f"{out_dir}: not a directory; name another one")
     if out_dir.is_dir() and any(out_dir.iterdir()) and not (out_dir / RECIPE_NAME).is_file():
         raise ValueError(
-            f"{out_dir} is not empty and holds no {RECIPE_NAME} of an earlier make-tiny, so its "
+            f"{out_dir} is not empty and holds no {RECIPE_NAME} of an earlier model, so its "
             "content would be lost; name another directory or remove this one"
         )
 
