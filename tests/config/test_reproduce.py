@@ -43,19 +43,12 @@ TABLES: dict[str, tuple[int, tuple[float, float] | None, float | None, int | Non
     "r1-budget2k-bapo": (1, None, None, 2048),
     "r1-4x-start": (4, START, None, None),
     "r1-4x-corner": (4, CORNER, None, None),
-    "r1-4x-grpo-dual3": (4, GRPO, 3.0, None),
-    "r1-2x-grpo-dual3": (2, GRPO, 3.0, None),
-    "r1-8x-grpo-dual3": (8, GRPO, 3.0, None),
-    "r1-4x-start-dual3": (4, START, 3.0, None),
-    "r1-4x-corner-dual3": (4, CORNER, 3.0, None),
-    "r1-4x-bapo-dual3": (4, None, 3.0, None),
     "r1-4x-share0.5": (4, None, None, None),
     "r1-4x-ratio0.5": (4, None, None, None),
     "r1-4x-recipe": (4, None, 3.0, None),
     "llama-bapo": (4, None, None, None),
     "llama-grpo": (4, GRPO, None, None),
     "llama-corner": (4, (0.9, 2.0), None, None),
-    "llama-grpo-dual3": (4, GRPO, 3.0, None),
 }
 """Runs of 64 prompts an update: updates per batch, fixed bounds, dual clip, budget of a round."""
 
@@ -125,9 +118,9 @@ def test_targets_are_those_that_were_published() -> None:
         ("bp-math-7b-64k", "bp-math-7b-64k-grpo"),
         ("bp-math-32b-64k", "bp-math-32b-64k-grpo"),
         *((f"r1-{n}x-bapo", f"r1-{n}x-{arm}") for n in (2, 4) for arm in ("grpo", "clip-higher")),
-        *(("r1-4x-bapo", f"r1-4x-{arm}") for arm in ("start", "corner", "grpo-dual3")),
+        *(("r1-4x-bapo", f"r1-4x-{arm}") for arm in ("start", "corner")),
         *((f"r1-budget{n}k-bapo", f"r1-budget{n}k-grpo") for n in (2, 4)),
-        *(("llama-bapo", f"llama-{arm}") for arm in ("grpo", "corner", "grpo-dual3")),
+        *(("llama-bapo", f"llama-{arm}") for arm in ("grpo", "corner")),
     ],
 )
 def test_a_control_differs_from_its_run_in_the_clip_rule_alone(bapo: str, control: str) -> None:

@@ -36,6 +36,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_empty_line_divides_a_table(page: Path) -> None:
+    """The rows below it would be shown as text."""
+    rows_without_a_head = re.findall(r"\|\n\n(\|.+\|)\n(?!\|[-:| ]+\|\n)", page.read_text())
+    assert rows_without_a_head == []
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=name_of)
 def test_files_of_the_code_that_a_page_names_exist(page: Path) -> None:
     for name in re.findall(r"`([\w/]+\.(?:py|cpp|cu|cuh|h|sh|js))`", prose(page)):

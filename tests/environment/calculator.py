@@ -1,9 +1,6 @@
 r"""A calculator that adds by columns, and leaves each column to the policy.
 
-The prompt asks for the sum of the last column, such as ``5+9+0+3=?``. The calculator reads the
-policy's ``\boxed{17}``, writes down the 7, and asks for the next column, here the same digits but
-the first, with the 1 that is carried: ``1+9+0+3=?``. The answer is right if the whole result is,
-here 137.
+After ``5+9+0+3=?`` and ``\boxed{17}`` it writes down the 7 and asks for ``1+9+0+3=?``.
 """
 
 import re
