@@ -1,21 +1,17 @@
 """Headless Chromium, driven through its DevTools protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _TIMEOUT_S = 120

@@ -1,27 +1,21 @@
 """Fixtures that several packages share."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
 import os
 import signal
 import subprocess
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import pytest
 
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.runtime.processes import own_compiler_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-    from typing import Any
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.engine.sglang.server import SglangServer
-    from tests.engine.helpers import MakeConfig
+from tests.engine.helpers import MakeConfig
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -152,7 +146,6 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 @pytest.fixture
 def make_config(model_dir: Path, tmp_path: Path) -> MakeConfig:
     """Builds a configuration in ``tmp_path``; arguments change its rollout section."""
-    from bapo_megatron.config.schema import RunConfig
     from tests.engine.sglang.servers import SERVER
 
     prompts = [{"prompt": f"{a}+{b}=?", "answer": str(a + b)} for a in range(4) for b in range(4)]

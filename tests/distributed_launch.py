@@ -1,7 +1,5 @@
 """Runs a function on several gloo ranks, each a new process, and brings back what they return."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

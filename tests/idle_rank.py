@@ -3,8 +3,6 @@
 Its argument is the file for the ports, one on each line.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

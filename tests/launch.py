@@ -1,7 +1,5 @@
 """Starts the command line as a user would."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

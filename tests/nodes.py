@@ -1,17 +1,12 @@
 """Machines of a cluster: network namespaces, joined by a bridge."""
 
-from __future__ import annotations
-
 import os
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 INTERFACE = "node0"
 """Name of each machine's network interface."""

@@ -7,8 +7,6 @@ comparison appends a line with its error and its bound; ``tests.benchmarks.bench
 a table of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Agents that tests run in processes of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,10 +1,10 @@
 """Agents' episodes without an engine: a renderer, a policy that a seed decides, and a proxy."""
 
-from __future__ import annotations
-
 import contextlib
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,17 +14,10 @@ from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Record
+from bapo_megatron.data.record import Call, Record
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.types import FinishReason, PromptTokens
+from bapo_megatron.types import FinishReason, PromptTokens, Sample
 from tests.data.test_tools import HERMES
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.data.record import Call
-    from bapo_megatron.types import Sample
 
 EOS = "<|im_end|>"
 TOOL = {

@@ -1,20 +1,15 @@
 """The agent that docs/extending.md names plays what its environment twin plays, token for token."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from openai import DefaultAioHttpClient
 
+from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.environment.base import Task, Turn
 from examples.agents import calculator
 from tests.agent.episodes import EOS, Policy, make_renderer, open_session, sequences_of
 from tests.environment.calculator import Calculator
-
-if TYPE_CHECKING:
-    from bapo_megatron.data.chat import ChatRenderer
 
 QUESTION = [{"role": "user", "content": "5+9+0+3=?"}]
 

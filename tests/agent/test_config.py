@@ -1,7 +1,5 @@
 """The settings of agents, and the rules between them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

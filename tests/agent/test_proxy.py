@@ -1,11 +1,11 @@
 """The proxy answers the unmodified openai SDK, and records what was sampled."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -13,17 +13,11 @@ import pytest
 
 from bapo_megatron.agent import proxy as proxy_module
 from bapo_megatron.agent.protocol import SamplingRules
-from bapo_megatron.agent.proxy import SessionLimits
+from bapo_megatron.agent.proxy import Session, SessionLimits
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.record import Call
 from bapo_megatron.types import FinishReason
 from tests.agent.episodes import TOOL, Policy, make_renderer, open_session, sequences_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from bapo_megatron.agent.proxy import Session
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.data.record import Call
 
 ASK = [{"role": "user", "content": "1+1?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'

@@ -1,29 +1,23 @@
 """Whatever an agent does with its history, what was sampled is what trains, once."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.agent.protocol import Answer, ChatRequest, ResponsesRequest
+from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.record import Call, Conversation, Record
 from bapo_megatron.data.staleness import spans_of, token_versions
-from bapo_megatron.types import FinishReason, VersionSpan
+from bapo_megatron.types import FinishReason, Sample, VersionSpan
 from tests.agent.episodes import EOS, TOOL, make_renderer, sequences_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.types import Sample
 
 NUM_CALLS = 10_000
 

@@ -1,7 +1,5 @@
 """Agents run in processes of their own, end with their owner, and fail alone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import subprocess
@@ -9,9 +7,10 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +18,8 @@ import pytest
 from bapo_megatron.agent.protocol import SamplingRules
 from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
 from bapo_megatron.agent.runner import AgentLostError, AgentRunner, _without_proxy
-from bapo_megatron.data.record import Record
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.record import Call, Record
 from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.agents import Agents
@@ -27,12 +27,6 @@ from bapo_megatron.types import FinishReason, Prompt
 from tests.agent.episodes import Policy, agent_config, make_renderer
 from tests.rollout.pool import until
 from tests.sandbox.host import require_bubblewrap
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.data.record import Call
 
 AGENTS = "tests.agent.agents"
 TASK = {

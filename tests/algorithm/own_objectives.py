@@ -3,8 +3,6 @@
 Shape legend: T = tokens of a micro-batch or chunk.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping, Sequence

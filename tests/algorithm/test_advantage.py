@@ -1,7 +1,5 @@
 """Advantages by hand."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import SimpleNamespace

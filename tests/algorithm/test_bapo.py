@@ -1,7 +1,5 @@
 """BAPO's search as an objective: statistics, decision, report and refusal."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Trials of an objective: which rules are held."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Objectives of a user: what is taken, and errors with the user's file and line."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

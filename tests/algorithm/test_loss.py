@@ -3,8 +3,6 @@
 Shape legend: T = response tokens, R = responses, B = samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

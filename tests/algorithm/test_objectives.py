@@ -4,8 +4,6 @@ The published losses are written out here with their stop-gradients (``.detach()
 per response, and differentiated by autograd in float64. Shape legend: T = tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Decisions predicted from the tokens' advantages and the ratios of earlier updates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

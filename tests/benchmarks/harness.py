@@ -4,8 +4,6 @@ Machines are shared and noisy, so contenders take turns in random order, and wha
 ratio of their medians in one run.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,20 +1,16 @@
 """What the tests of benchmarks share."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bapo_megatron.runtime.cpu_torch import _unchanged
 from tests.benchmarks.harness import interleave
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MACHINE: dict[str, Any] = {
     **dict.fromkeys(("date", "commit", "processor", "device", "threads", "instruction_set"), "x"),

@@ -19,25 +19,19 @@ out, add ``--faults 2 --kinds kill-rank-sync kill-server``. Where something is w
 of the run is copied to ``OUT.failed``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bapo_megatron.runtime.processes import end_by_exception
 from tests.benchmarks import harness
+from tests.benchmarks.kill_account import Account
 from tests.benchmarks.kill_run import COLUMNS, KINDS, MARK, KilledRun, Kind, mount, processes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.benchmarks.kill_account import Account
 
 RUNS = ("broadcast:served", "disk:own", "tensor:served", "tensor:own", "broadcast:own")
 _COMPILED = "bapo_megatron_compiled_"

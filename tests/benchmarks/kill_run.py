@@ -1,16 +1,16 @@
 """One run of a kill campaign: its processes, and the ways to strike each of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from omegaconf import OmegaConf
@@ -19,10 +19,6 @@ from tests.benchmarks.kill_account import Account, Shape, audit, different_files
 from tests.launch import REPOSITORY, free_port
 from tests.trainer.chaos import GROUPS_PER_STEP, steps, write_config
 from tests.trainer.dumps import make_random_model
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Sequence
 
 MARK = "BAPO_MEGATRON_KILL_CAMPAIGN"
 """Environment variable that every process of the campaign inherits."""

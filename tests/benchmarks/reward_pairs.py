@@ -11,8 +11,6 @@ and none of them may be refuted by values where math-verify alone accepts it.
         --out docs/benchmarks/reward_pairs_202611
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -4,32 +4,25 @@ Everything goes through the trainer's ``LossStage``, with bounds that BAPO searc
 Shape legend: T = tokens of the update, C = tokens of a micro-batch, V = columns.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossInputs, LossStage
 from bapo_megatron.trainer.policy_output import PolicyOutput
+from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from bapo_megatron.runtime.distributed import ProcessGroups
-    from bapo_megatron.types import MicroBatch
 
 
 class Stage:

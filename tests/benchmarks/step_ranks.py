@@ -1,7 +1,5 @@
 """Times the parts of training steps on each rank; used by bench_step.py."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator

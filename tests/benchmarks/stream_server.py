@@ -1,17 +1,13 @@
 """The server of ``bench_connections``; its process imports nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection
+from typing import Any
 
 _NUM_ROWS = 512
 

@@ -1,12 +1,10 @@
 """Each benchmark runs at a small size and writes a report; times are not looked at."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +19,6 @@ from tests.benchmarks.stream_server import Load
 from tests.distributed_launch import start_fork
 from tests.fakes.fake_sglang import FakeSglang
 from tests.trainer.dumps import make_random_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """The account of a kill campaign finds what a run could do wrong; its order repeats by the seed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,11 +21,6 @@ from tests.benchmarks.kill_account import Shape, audit, different_files
 from tests.data.samples import make_sample
 from tests.rollout.calls import end
 from tests.rollout.saved_files import AT_START
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import Any
 
 SHAPE = Shape(groups_per_step=2, samples_per_group=2, num_prompts=3)
 UPDATES = 2

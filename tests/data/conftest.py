@@ -1,7 +1,5 @@
 """A byte tokenizer, and loading a data set with it."""
 
-from __future__ import annotations
-
 import pytest
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig

@@ -1,19 +1,14 @@
 """Prompt sets without files, and those of evaluations."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.prompts import PromptSet, SetReport, load_eval_sets
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.types import Prompt
 from tests.config.files import run_config
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.types import Prompt
 
 
 def load_eval_set(

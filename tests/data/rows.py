@@ -1,12 +1,8 @@
 """Rows of well-known data sets in their own schemas, and files of rows."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 SKYWORK = {
     "data_source": "train-math-numinamath1.5_olympiads",

@@ -1,9 +1,7 @@
 """Samples for the tests of this package."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +15,6 @@ from bapo_megatron.types import (
     Sample,
     WrittenSpan,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def make_sample(

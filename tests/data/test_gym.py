@@ -1,7 +1,5 @@
 """Problems that reasoning-gym generates: which they are, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Evaluation prompts are found among training prompts, however they are written down."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow.parquet as pq

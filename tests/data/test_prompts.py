@@ -1,7 +1,5 @@
 """From a data set to rendered prompts: what is kept, left out, counted and reported."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,9 +1,8 @@
 """The file of the experts that engines chose: what is written, who reads what, and refusals."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +11,8 @@ import torch
 from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.data.routes import RouteFiles, narrowed, routes_path, write_routes
+from bapo_megatron.types import Sample
 from tests.data.samples import add_branch, make_batch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.types import Sample
 
 LAYERS, PER_TOKEN, EXPERTS = 3, 2, 200
 STEP = 5

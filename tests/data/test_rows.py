@@ -1,7 +1,5 @@
 """Rows of files and the Hub, and question and answer in the columns of well-known data sets."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import decimal

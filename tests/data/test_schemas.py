@@ -1,9 +1,8 @@
 """docs/formats.md has a row for every column of a dump, in order, with its type."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -11,9 +10,6 @@ from bapo_megatron.data.dump import SAMPLE_COLUMNS, TEXT_COLUMNS
 from bapo_megatron.data.token_columns import row_columns
 from bapo_megatron.data.token_dump import TOKEN_COLUMNS
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _ROW = re.compile(r"\| `(\w+)` \| ([\w<>]+) \|[\w ]*\|(.*)\|")
 

@@ -3,8 +3,6 @@
 Shape legend: R = response tokens of one sample.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The order of training prompts: epochs, mixtures, and positions that are resumed exactly."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from itertools import accumulate

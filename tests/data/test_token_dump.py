@@ -1,9 +1,7 @@
 """Token dumps: what is written is read again, and what is none is refused by name."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +15,6 @@ from bapo_megatron.data.token_dump import (
     token_dump_path,
     write_token_dump,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

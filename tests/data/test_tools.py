@@ -1,9 +1,9 @@
 """Tool calls in both formats: from tokens to calls, and from outputs to tokens."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
@@ -11,10 +11,6 @@ from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.tools import Mark, ToolCall, calls_in, checked_message
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 HERMES = (
     "{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}"

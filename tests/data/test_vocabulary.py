@@ -1,21 +1,17 @@
 """Two models have one vocabulary if every token has the same id."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.data import vocabulary
 from bapo_megatron.data.vocabulary import check_same_vocabulary
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 KEY = "algorithm.kl.reference.path"
 

@@ -3,32 +3,26 @@
 R = tokens of one completion.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.engine.base import Engine, GenerateRequest, SamplingSettings, Stepper
 from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.server import SglangServer
 from tests.engine.helpers import Kept, reference_logprobs
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.data.completion import Completion
-    from bapo_megatron.engine.base import Engine, Stepper
-    from bapo_megatron.engine.sglang.server import SglangServer
 
 PROMPT = [3, 20, 77, 4]
 LONG = 240

@@ -1,7 +1,5 @@
 """The group through which engines get weights: where its members meet, and what ends it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -4,16 +4,16 @@ Real SGLang servers are held to it in ``tests.engine.sglang.test_real_server``, 
 tests: a server takes long to start, and there the tests of its own use it, too.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import token_versions
-from bapo_megatron.engine.base import START_VERSION
+from bapo_megatron.engine.base import START_VERSION, Engine, PauseMode, Scores
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import (
@@ -32,13 +32,6 @@ from tests.engine.helpers import (
     reference_distribution,
     reference_logprobs,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bapo_megatron.data.completion import Completion
-    from bapo_megatron.engine.base import Engine, PauseMode, Scores
 
 CASES = [pytest.param(fake_case, id="fake"), pytest.param(local_case, id="local")]
 EACH_PAUSE = pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -1,7 +1,5 @@
 """Which engines of a run may be used, and what is said of those that may not."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers are started, watched, started again with growing pauses, and ended with their owner."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -9,7 +7,9 @@ import re
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,11 +24,6 @@ from tests.engine.helpers import ask, descendants
 from tests.engine.sglang.servers import server_config
 from tests.fakes.fake_launcher import shared_file
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-    from pathlib import Path
-    from typing import Any
 
 KEYS = ApiKeys("api", "admin")
 PATIENCE_S = 60

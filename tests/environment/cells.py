@@ -1,16 +1,11 @@
 """Turns of any policy as cells of ``python_tool``: a random model would never write a call."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.data.tools import ToolCall
-from bapo_megatron.environment.base import Step
+from bapo_megatron.environment.base import Step, Task, Turn
 from bapo_megatron.environment.python_tool import PythonTool
-
-if TYPE_CHECKING:
-    from bapo_megatron.environment.base import Task, Turn
 
 TURNS = 3
 CELL = """

@@ -1,7 +1,5 @@
 """Environments of a user, good and bad; the workers import this module."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 import os

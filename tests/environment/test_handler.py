@@ -1,7 +1,5 @@
 """What a worker of an environment refuses; ``test_in_workers`` has the way to it and back."""
 
-from __future__ import annotations
-
 import pytest
 
 from bapo_megatron.environment.handler import build

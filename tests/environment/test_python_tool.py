@@ -1,9 +1,8 @@
 """The policy's Python: cells, outputs, failures, and what a step depends on."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from bapo_megatron.environment.load import load_environment
 from bapo_megatron.environment.python_tool import PythonTool
 from bapo_megatron.errors import RolloutError
 from tests.sandbox.host import require_bubblewrap
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 require_bubblewrap()
 

@@ -1,7 +1,5 @@
 """Samples, problems and results for tests."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

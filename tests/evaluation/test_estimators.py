@@ -1,7 +1,5 @@
 """Estimates against enumeration of subsets; intervals and p-values by hand and by simulation."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 

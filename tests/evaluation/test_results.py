@@ -1,7 +1,5 @@
 """Votes and scores of a set, their files and tables, and the comparison of two."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """The samples file: resumed, repaired, locked, and refused where it holds something else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -10,7 +8,9 @@ import json
 import os
 import resource
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +23,6 @@ from bapo_megatron.evaluation.samples import (
     read_samples,
 )
 from tests.evaluation.results import sample
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SETTINGS: dict[str, Any] = {
     "weights": "m (0123)",

@@ -1,20 +1,14 @@
 """An engine in this process whose requests a test answers."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.engine.base import Capabilities
+from bapo_megatron.engine.base import Capabilities, CompletionSink, GenerateRequest, Stepper
 from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from bapo_megatron.engine.base import CompletionSink, GenerateRequest, Stepper
 
 
 @dataclass(eq=False)

@@ -1,7 +1,5 @@
 """As much of the Hugging Face Hub as it takes to list and download models and data sets."""
 
-from __future__ import annotations
-
 import hashlib
 import http.server
 import json

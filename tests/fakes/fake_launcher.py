@@ -7,8 +7,6 @@ several servers: each takes the one that its seed counts to. Like SGLang, it map
 whose name has its process id; like the launcher, it removes it when its owner is gone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import mmap

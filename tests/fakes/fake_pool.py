@@ -4,23 +4,16 @@ Token ``t`` of a response has id ``t``, and its log-prob tells its position and 
 misplaced or misattributed tokens are seen. Ids from ``WRITTEN`` are an environment's.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import spans_of
-from bapo_megatron.types import FinishReason
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bapo_megatron.engine.base import GenerateRequest
-    from bapo_megatron.types import RolloutBatch, SampleText
-
+from bapo_megatron.engine.base import GenerateRequest
+from bapo_megatron.types import FinishReason, RolloutBatch, SampleText
 
 WRITTEN = 1000
 """The least id of what environments write."""

@@ -1,22 +1,18 @@
 """An HTTP server in a thread of the test, which fakes of SGLang answer for."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
 import ssl
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 from bapo_megatron.engine.sglang.keys import ApiKeys
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 POLL_S = 0.01
 

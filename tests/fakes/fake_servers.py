@@ -1,7 +1,5 @@
 """The command line, with the fake launcher in place of SGLang's: ``python -m`` of this module."""
 
-from __future__ import annotations
-
 from bapo_megatron import cli
 from bapo_megatron.engine.sglang import server
 

@@ -7,22 +7,18 @@ SGLang 0.5.23 does: events come after 1, 1 + k, 1 + 2k, … tokens for ``stream_
 after the last one. Their JSON has null for NaN.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.engine.sglang.keys import NCCL_HEADER
 from tests.fakes.fake_server import POLL_S, BrokenError, FakeServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 V = 32
 LOGITS_V = 3 * np.sin(np.arange(V))

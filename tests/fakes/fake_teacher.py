@@ -1,9 +1,8 @@
 """A teacher's engine in this process, whose scores a test holds back or foresees."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +10,8 @@ from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.scorers import DistillationConfig
 from bapo_megatron.engine.base import Scores
 from bapo_megatron.rollout.scoring import TeacherPool
+from bapo_megatron.types import Sample
 from tests.fakes.fake_engine import FakeEngine
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from bapo_megatron.types import Sample
 
 
 def teacher_logprob(token_id: int, position: int) -> float:

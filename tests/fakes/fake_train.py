@@ -7,8 +7,6 @@ objective ``bapo`` and 2 + seed for any other. ``DIR/fails`` and ``DIR/waits`` n
 line, that fail after a step, or make one step and wait for a signal.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

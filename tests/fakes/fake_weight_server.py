@@ -1,7 +1,5 @@
 """A server as far as weights and memory are concerned: SGLang's rules, and failures on request."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass, field

@@ -3,14 +3,13 @@
 Shape legend: T = response tokens, K = micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from bapo_megatron.algorithm.objective import TokenBatch
@@ -20,9 +19,6 @@ from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage, UpdateContext
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import MicroBatch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CPU = torch.device("cpu")
 CONTEXT = UpdateContext(num_updates=0, rollout_version=None, num_samples=16)

@@ -1,15 +1,11 @@
 """An environment in this process, which answers when the test says so."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bapo_megatron.environment.base import Step, Task, Turn
+from bapo_megatron.environment.base import Step, Task, Turn
 
 
 class ScriptedEnvironment:

@@ -4,26 +4,20 @@ A token depends on its response, its position, the weights version, and which re
 decode step in which order: whatever differs between two runs changes all tokens that follow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random
 import zlib
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.errors import ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_pool import FakePool, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bapo_megatron.engine.base import GenerateRequest
 
 
 class SteppedRequest(Request):

@@ -1,7 +1,5 @@
 """A server to which many requests come at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -7,8 +7,6 @@ The known cases come first; the tests run them alone (``--cases 0``). Prints a l
 then totals as JSON; the exit status is 1 if there was any.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -17,14 +15,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.fuzz.forks import Outcome
+from tests.fuzz.forks import Outcome
 
 _SETUP_S = 300.0
 

@@ -3,8 +3,6 @@
 A fork makes a case's files, then is the command. Nothing here starts a thread before the forks do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -17,12 +15,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LIMIT_S = 60.0
 MAX_LINE_CHARS = 600

@@ -8,26 +8,21 @@ JSON; the exit status is 1 if a grader failed. ``program`` starts a sandbox for 
 ``--every``.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
 
 from bapo_megatron.config.reward import ProgramConfig
 from bapo_megatron.reward.base import FunctionFailedError, Response
 from bapo_megatron.reward.functions import BUILT_IN, PROGRAM
 from bapo_megatron.reward.pool import RewardPool
 from tests.reward.test_gym import COUNTDOWN, GRIDS, INTEGRAL, SUM
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _CODECS = ("utf-8", "latin-1", "utf-16", "cp1251", "gb18030")
 _PIECES = (

@@ -1,7 +1,5 @@
 """Intact input for every command, made once by the commands and writers themselves."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

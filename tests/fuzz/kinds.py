@@ -1,9 +1,9 @@
 """Kinds of bad input: each makes one case, from intact files and a seeded choice of damage."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,10 +11,6 @@ import yaml
 
 from tests.fuzz import mutations as harm
 from tests.fuzz.forks import Case
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from random import Random
 
 DUMP = "step_000001.parquet"
 METADATA = b"bapo_megatron.rollout"

@@ -1,19 +1,14 @@
 """Seeded damage: to the bytes of a file, to a JSON value, to what stands at one of its places."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from random import Random
 
 DEEP = 100_000
 """Brackets of a value that no parser may recurse into."""

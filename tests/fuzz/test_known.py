@@ -3,8 +3,6 @@
 The random cases are a command of their own, ``make fuzz``.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -8,8 +8,6 @@ pass) on standard output and a table on standard error, and ends with 1 if a che
 GPU it says so and ends with 3. ``needs`` lists the wheels that suffice beside torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -3,8 +3,6 @@
 python -m tests.gpu.bare_machine DIRECTORY
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import io

@@ -1,7 +1,5 @@
 """Another process of ``acceptance ipc``: opens a bucket, or releases memory by the memory saver."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import io

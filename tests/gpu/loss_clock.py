@@ -1,22 +1,17 @@
 """How long the trainer's loss stage takes between the model's logits and its backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.policy_output import PolicyOutput
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bapo_megatron.trainer.records import TokenReport
+from bapo_megatron.trainer.records import TokenReport
 
 Mark = float | torch.cuda.Event
 

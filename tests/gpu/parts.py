@@ -1,7 +1,6 @@
 """The parts of the acceptance: each yields its checks one by one (``acceptance.Check``)."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import os
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +19,6 @@ from bapo_megatron.runtime.gpus import recognize_gpu
 from tests.benchmarks.harness import clocks_under_load, timed_s
 from tests.gpu.acceptance import HANG_S, Check
 from tests.gpu.training import families, model, train  # noqa: F401 - three of the parts
-
-if TYPE_CHECKING:
-    import argparse
 
 _BUFFERS = 3
 """Logits in turns, so that none of them is in a cache."""

@@ -1,24 +1,19 @@
 """The acceptance on a GPU, as far as it runs without one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.gpu import acceptance, bare_machine, parts
 from tests.gpu.acceptance import Check
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.exhaustive
 

@@ -1,7 +1,5 @@
 """Between prediction, search and loss, nothing is read back from the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

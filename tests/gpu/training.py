@@ -4,8 +4,7 @@ Batches are npz files, so that neither pyarrow nor transformers is needed. A ran
 uniform over its vocabulary, so −log V ± 0.1 is a plausible log-prob of any token.
 """
 
-from __future__ import annotations
-
+import argparse
 import gc
 import json
 import math
@@ -13,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
+from bapo_megatron.tools.planning.scenario import LayerKind
 from bapo_megatron.trainer.scorers import frozen_scorers
 from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
@@ -37,12 +37,6 @@ from bapo_megatron.types import Group, PromptTokens, RolloutBatch
 from tests.benchmarks.samples import make_sample
 from tests.gpu.acceptance import Check
 from tests.gpu.loss_clock import LossClock
-
-if TYPE_CHECKING:
-    import argparse
-
-    from bapo_megatron.tools.planning.scenario import LayerKind
-
 
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -1,7 +1,5 @@
 """What the ranks of test_chunked_distributed.py do; each returns its errors by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

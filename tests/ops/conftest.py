@@ -1,20 +1,15 @@
 """The kernels: of each instruction set, of CUDA as the emulation compiles them, and of a device."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from bapo_megatron.ops import extension
 from tests.cuda_emulation import launchers
+from tests.cuda_emulation.launchers import EmulatedKernels
 from tests.ops.kernel_calls import ISAS, DeviceKernels, instruction_set
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.cuda_emulation.launchers import EmulatedKernels
 
 DEVICE = pytest.param("device", marks=pytest.mark.gpu)
 

@@ -3,8 +3,6 @@
 Shape legend: N = rows of logits, V = columns, T = tokens, P = tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The bound search against exact arithmetic, the float64 loop and the released recipe."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

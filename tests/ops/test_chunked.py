@@ -1,7 +1,5 @@
 """The token-chunked path against all logits at once and against float64 autograd."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

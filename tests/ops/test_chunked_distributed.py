@@ -1,7 +1,5 @@
 """The token-chunked path over two gloo ranks equals the same problem on one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

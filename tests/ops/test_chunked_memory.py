@@ -1,7 +1,5 @@
 """What the token-chunked path allocates, counted by PyTorch's profiler on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

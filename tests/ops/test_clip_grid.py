@@ -1,7 +1,5 @@
 """Candidates and paths, by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

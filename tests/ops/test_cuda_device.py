@@ -5,8 +5,6 @@ The fixture ``kernels`` brings it to the other tests.
 Shape legend: N = rows of logits, V = local columns, T = tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

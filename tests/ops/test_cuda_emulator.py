@@ -1,7 +1,5 @@
 """The emulator of CUDA blocks, and the index arithmetic that kernels share with it."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """What the extension refuses when it is loaded and before a run."""
 
-from __future__ import annotations
-
 import runpy
 
 import pytest

@@ -3,8 +3,6 @@
 Shape legend: N = rows of logits, V = columns, T = tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

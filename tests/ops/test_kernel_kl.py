@@ -3,8 +3,6 @@
 Shape legend: T = tokens, V = columns, P = tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

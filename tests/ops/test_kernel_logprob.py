@@ -3,8 +3,6 @@
 Shape legend: N = rows of logits, V = columns, T = tokens, P = tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What every op refuses, by name and unchanged; and that each is registered as torch wants it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Shape legend: T = tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 By torch's autograd from whole rows. Shape legend: T = tokens, V = true vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

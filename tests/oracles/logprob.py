@@ -3,8 +3,6 @@
 Shape legend: N = rows of logits, V = true vocabulary, T = tokens.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

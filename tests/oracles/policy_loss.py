@@ -3,8 +3,6 @@
 Shape legend: T = response tokens.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Random and adversarial token batches for tests of the contribution table."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.oracles.bound_search import Floats, Rule, Tokens

@@ -1,17 +1,15 @@
 """A model with its training state, as a run builds them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig, ParallelConfig
+from bapo_megatron.config.megatron import (
+    MegatronConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from bapo_megatron.policy.megatron_setup import seed_everything
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
-
-if TYPE_CHECKING:
-    from bapo_megatron.config.megatron import ModelConfig
-    from bapo_megatron.runtime.distributed import ProcessGroups
+from bapo_megatron.runtime.distributed import ProcessGroups
 
 
 def build_state(

@@ -1,21 +1,17 @@
 """What may happen to a checkpoint: a full disk, damage, and what an attacker would craft."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from bapo_megatron.policy.checkpoint_files import encode_state, read_state
 from bapo_megatron.policy.checkpoint_shards import torch_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 class Limited:

@@ -1,7 +1,5 @@
 """What the ranks of test_checkpoint_faults.py do: saves that are killed, delayed or fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the ranks of test_policy_checkpoint.py do: train, save, and continue in any layout."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

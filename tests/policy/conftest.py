@@ -1,7 +1,5 @@
 """Models of every family, and their conversions; tests do not change them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.policy.convert_models import COMPANIONS, run_convert

@@ -1,7 +1,5 @@
 """What the tests of conversion share."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

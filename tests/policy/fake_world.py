@@ -4,12 +4,11 @@ Megatron's modules ask process groups for their sizes. torch's fake backend answ
 with nothing, so the world need not exist.
 """
 
-from __future__ import annotations
-
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
+from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.megatron_setup import build_chunks
 from bapo_megatron.runtime.distributed import ProcessGroups, megatron_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from bapo_megatron.policy.families.base import HfConfig
 
 META = torch.device("meta")
 

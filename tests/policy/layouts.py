@@ -1,15 +1,19 @@
 """The table of layouts, the models that run in each, and what their ranks do."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import MAX_FILE_BYTES
+from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined, run_ranks
 from tests.policy.oracle import Gradients, Oracle
 from tests.policy.parity_ranks import (
@@ -31,15 +35,6 @@ from tests.policy.tiny_models import (
     make_problems,
 )
 from tests.tolerances import assert_within
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.policy.train_state import TrainState
-    from bapo_megatron.runtime.distributed import ProcessGroups
 
 Results = dict[str, list[dict[str, Any]]]
 """By layout and model, of each rank."""

@@ -1,17 +1,12 @@
 """What the ranks of test_lora.py do, and adapters with random values."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bapo_megatron.config.megatron import LoraConfig
 from tests.distributed_launch import joined
 from tests.policy.layouts import BATCHES, Layout, layouts_of
 from tests.policy.parity_ranks import build, forward_backward, problems_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 LORA = {"rank": 3, "alpha": 6.0}
 

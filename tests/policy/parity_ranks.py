@@ -1,12 +1,11 @@
 """What the ranks of test_policy_parity.py do."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,9 +43,6 @@ from tests.policy.tiny_models import (
     make_problems,
     set_config_field,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def build(

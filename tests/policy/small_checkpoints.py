@@ -1,8 +1,7 @@
 """Checkpoints of a few bytes, written as a run writes its own."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint_files import (
@@ -12,9 +11,6 @@ from bapo_megatron.policy.checkpoint_files import (
     unfinished_directory,
     write_checksums,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FIELDS: dict[str, Any] = {
     "num_updates": 7,

@@ -1,7 +1,5 @@
 """Saves that are killed or fail, damaged checkpoints, and what a background writer may not do."""
 
-from __future__ import annotations
-
 import re
 import signal
 from contextlib import suppress

@@ -1,11 +1,10 @@
 """Which checkpoints stay, what ``latest`` names, and in which order files reach the disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -24,9 +23,6 @@ from bapo_megatron.policy.checkpoint_files import (
     unfinished_directory,
 )
 from tests.policy.small_checkpoints import FIELDS, save_small
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def _left(root: Path) -> list[str]:

@@ -1,11 +1,10 @@
 """What ``.metadata`` may name, and tensors that are put together from their pieces."""
 
-from __future__ import annotations
-
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader, hash_pieces, read_metadata
 from bapo_megatron.policy.checkpoint_shards import torch_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MEMBER = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 WHOLE = torch.arange(24.0).view(4, 6)

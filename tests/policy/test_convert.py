@@ -1,7 +1,5 @@
 """Hugging Face ↔ Megatron: bit by bit, into and out of every layout, within bounds of memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """What conversion refuses: sources that do not fit or are damaged, targets that hold something."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The shims change nothing until they are installed, and nothing where CUDA is available."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

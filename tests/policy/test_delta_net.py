@@ -4,8 +4,6 @@ Shape legend: N = packed tokens, H = heads, K and V = channels of a key and of a
 of the convolution.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What config.json is understood, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

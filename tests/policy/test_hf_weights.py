@@ -1,11 +1,10 @@
 """The mapping between Hugging Face tensors and tensor-parallel shards, by hand."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +27,6 @@ from tests.policy.convert_models import copy_with
 from tests.policy.fake_world import fake_world
 from tests.policy.tiny_models import Models, set_config_field
 from tests.tools.planning.cases import published
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HF = HfConfig(
     model_type="qwen2",

@@ -1,7 +1,5 @@
 """Models with gated delta nets: refused layouts, vision models, and experts in fused tensors."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

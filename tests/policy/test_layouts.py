@@ -1,7 +1,5 @@
 """Every model in every layout against transformers: started ranks are shared by all checks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The learning-rate schedule, in updates counted from 0."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

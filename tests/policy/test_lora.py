@@ -1,13 +1,13 @@
 """Adapters against PEFT and against full gradients of transformers, in every layout."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
@@ -22,11 +22,6 @@ from tests.policy.oracle import Gradients, Oracle
 from tests.policy.tiny_models import load_reference, make_model, make_problems, reference_logits
 from tests.tolerances import assert_within
 from tests.tools.planning.cases import layout_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 pytestmark = pytest.mark.distributed
 

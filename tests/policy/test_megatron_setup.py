@@ -1,7 +1,5 @@
 """Settings that are passed to Megatron."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess

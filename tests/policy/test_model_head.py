@@ -3,8 +3,6 @@
 Shape legend: N = packed tokens, H = hidden size, V = local vocabulary columns, T = response tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

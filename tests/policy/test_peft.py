@@ -1,11 +1,10 @@
 """adapter_config.json against PEFT: what is read of it, and what PEFT loads of what is written."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import adapter_table, check_adapter, peft_obstacle
+from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.lora import load_adapter, write_adapter
 from bapo_megatron.policy.weight_table import hf_shapes
@@ -22,11 +22,6 @@ from tests.policy.convert_models import weights
 from tests.policy.oracle import Oracle
 from tests.policy.tiny_models import load_reference, make_model
 from tests.tolerances import assert_within
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.policy.families.base import HfConfig
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

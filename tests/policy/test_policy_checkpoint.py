@@ -1,7 +1,5 @@
 """Runs that are continued from checkpoints equal uninterrupted ones, in any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache

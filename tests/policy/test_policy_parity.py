@@ -1,7 +1,5 @@
 """What does not depend on the layout, or needs no other one: updates, refusals, collectives."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

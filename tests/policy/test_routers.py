@@ -1,11 +1,11 @@
 """Routers that repeat choices: their own give the same numbers, others change them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.policy.layouts import (
     BALANCE,
@@ -27,11 +27,6 @@ from tests.policy.tiny_models import (
     reference_logits,
 )
 from tests.tolerances import assert_within
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 

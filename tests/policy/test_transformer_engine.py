@@ -3,8 +3,6 @@
 This shows names and shapes only; nothing is computed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """YaRN's frequencies and factor of attention: ours, transformers' and SGLang's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,19 +6,18 @@ name and shape their parameters in Python; the compiled parts import and compute
 python -m tests.policy.transformer_engine_names FOLDER RESULT
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
@@ -27,9 +26,6 @@ from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 from tests.tools.planning.cases import MODELS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HOPPER = SimpleNamespace(major=9, minor=0, name="no GPU")
 CUDNN_VERSION = 91300

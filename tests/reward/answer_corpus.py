@@ -5,8 +5,6 @@ in little: the ordinary wrong answer. ``UNIVERSAL`` are answers that say nothing
 every question; none of them is the value of any reference.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

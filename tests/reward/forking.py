@@ -4,8 +4,6 @@ A response is a whole number, and its reward is that number. Where it is divisib
 forks first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

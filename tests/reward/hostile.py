@@ -1,7 +1,5 @@
 """Responses that try to hang, crash, exhaust or fool a grader; all are wrong for ``42``."""
 
-from __future__ import annotations
-
 MEGABYTE = 1_000_000
 
 

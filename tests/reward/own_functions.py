@@ -1,7 +1,5 @@
 """Reward functions of a user, good and bad; the workers import this module."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

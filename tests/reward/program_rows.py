@@ -1,7 +1,5 @@
 """Responses with the tests of their problem, and what each must score."""
 
-from __future__ import annotations
-
 import json
 import math
 from decimal import Decimal

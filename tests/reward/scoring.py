@@ -1,7 +1,5 @@
 """Scores of responses by a reward section, or by one function in one worker."""
 
-from __future__ import annotations
-
 import asyncio
 
 from bapo_megatron.config.reward import RewardConfig

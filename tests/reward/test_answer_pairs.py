@@ -5,8 +5,6 @@
 list is wrong. The pairs of reported_pairs.jsonl, by kind, have no limits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

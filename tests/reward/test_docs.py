@@ -1,7 +1,5 @@
 """docs/rewards.md and examples/rewards: what they show is read, imported and run."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

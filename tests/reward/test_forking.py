@@ -1,7 +1,5 @@
 """Functions whose process forks: no reward or state is another request's."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,23 +1,17 @@
 """Scorers of reasoning-gym: right answers, wrong ones, and answers that are programs."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bapo_megatron.reward.base import FunctionFailedError, Response
+from bapo_megatron.reward.base import FunctionFailedError, Response, Score
 from bapo_megatron.reward.pool import RewardPool
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.reward.base import Score
 
 SUM = {"gym": {"name": "chain_sum", "options": {}, "metadata": {}}}
 COUNTDOWN = {

@@ -1,7 +1,5 @@
 """math-verify as it comes: what it finds, and that nothing which it raises leaves the grader."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

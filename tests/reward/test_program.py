@@ -1,7 +1,5 @@
 """Programs against tests of every form; the graders run in worker processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 ``tests.benchmarks.reward_pairs`` grades many times more of both.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bapo_megatron.reward.math_answer import grade_math_answer

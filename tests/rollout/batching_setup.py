@@ -1,26 +1,20 @@
 """A batch collector whose engines and rewards a test decides."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
+from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.environment.load import SingleTurn
 from bapo_megatron.reward.base import RewardError
 from bapo_megatron.rollout.batching import BatchCollector
+from bapo_megatron.rollout.buffer import Episode, PendingGroup
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection
-from bapo_megatron.types import FinishReason, Prompt, SampleText
+from bapo_megatron.types import FinishReason, Prompt, RolloutBatch, SampleText
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import WRITTEN, FakePool, Request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bapo_megatron.data.stream import PromptMixture
-    from bapo_megatron.rollout.buffer import Episode, PendingGroup
-    from bapo_megatron.types import RolloutBatch
 
 PROMPTS = [Prompt(f"p:{n}", (1, 2), f"{n}", f"prompt {n}") for n in range(50)]
 TOTAL_STEPS = 10

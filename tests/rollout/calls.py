@@ -1,20 +1,13 @@
 """Calls of episodes, given what a test wants."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from bapo_megatron.data.completion import Completion
-from bapo_megatron.types import FinishReason, VersionSpan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.data.record import Call
-    from bapo_megatron.rollout.buffer import Episode
-    from bapo_megatron.types import Sample
+from bapo_megatron.data.record import Call
+from bapo_megatron.rollout.buffer import Episode
+from bapo_megatron.types import FinishReason, Sample, VersionSpan
 
 
 def begin(episode: Episode, max_tokens: int = 1 << 30) -> Call:

@@ -1,24 +1,18 @@
 """Tests that start collectors."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.rollout.client import CollectorClient
 from tests.engine.helpers import descendants
 from tests.rollout.forked_collector import forked_collectors, prepare_forks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
-
-    from bapo_megatron.config.schema import RunConfig
-
-    Open = Callable[..., CollectorClient]
-    """The ``open_client`` fixture: of a configuration."""
+Open = Callable[..., CollectorClient]
+"""The ``open_client`` fixture: of a configuration."""
 
 
 def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:

@@ -1,32 +1,24 @@
 """Episodes whose tokens and answers a test decides, one by one."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
-from bapo_megatron.environment.base import Step
-from bapo_megatron.reward.base import Score
-from bapo_megatron.rollout.buffer import RolloutBuffer
+from bapo_megatron.environment.base import Step, Task, Turn
+from bapo_megatron.reward.base import Response, Score
+from bapo_megatron.rollout.agents import Agents
+from bapo_megatron.rollout.buffer import Episode, RolloutBuffer
 from bapo_megatron.rollout.episodes import Episodes, Interaction
 from bapo_megatron.rollout.grading import Grader
+from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.saved import SavedRollout
 from bapo_megatron.types import FinishReason, Prompt
 from tests.fakes.fake_pool import FakePool
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import Renderer, settle
 from tests.rollout.saved_files import AT_START, file_of, read_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bapo_megatron.environment.base import Task, Turn
-    from bapo_megatron.reward.base import Response
-    from bapo_megatron.rollout.agents import Agents
-    from bapo_megatron.rollout.buffer import Episode
-    from bapo_megatron.rollout.pool import EnginePool
 
 PROMPT = Prompt("p:0", (1, 2), "7", "What?", "p", {"level": 3})
 MAX_TOKENS = 40

@@ -4,25 +4,20 @@ Starting a collector from nothing takes seconds. A fork does the same work, and 
 as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
 import socket
 import subprocess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 from unittest import mock
 
 from bapo_megatron.rollout import client
 from bapo_megatron.runtime.processes import OWNER_PID_VARIABLE
 from tests.distributed_launch import forget_signal_handlers, start_fork
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import BinaryIO
 
 
 def prepare_forks() -> None:

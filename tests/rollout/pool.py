@@ -1,30 +1,24 @@
 """A pool of fake servers, and responses that it samples."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data.completion import join
+from bapo_megatron.data.completion import Completion, join
 from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
+from bapo_megatron.engine.pooled import PooledEngine
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-
-    from bapo_megatron.data.completion import Completion
-    from bapo_megatron.engine.pooled import PooledEngine
 
 T = 0.5
 PROMPT = [1, 2, 3]

@@ -1,20 +1,19 @@
 """What a checkpoint holds of the rollout, as the bytes of its file."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.stream import MixturePosition
-from bapo_megatron.rollout.saved import RolloutState, read_saved, settings_of, write_saved
+from bapo_megatron.rollout.saved import (
+    RolloutState,
+    SavedRollout,
+    read_saved,
+    settings_of,
+    write_saved,
+)
 from bapo_megatron.types import RolloutStats
-
-if TYPE_CHECKING:
-    from bapo_megatron.rollout.saved import SavedRollout
-
 
 AT_START = RolloutState(
     prompts=MixturePosition(()),

@@ -1,7 +1,5 @@
 """Which engine takes a request, and when: tests of ``bapo_megatron.rollout.admission``."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,22 +1,26 @@
 """Agents' episodes: calls wait and go on, and runs with a driven engine repeat."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import EpisodesConfig
+from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.environment.load import SingleTurn
+from bapo_megatron.rollout.agents import Agents
+from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.types import AGENT_COUNTS, FinishReason, Prompt
+from bapo_megatron.types import AGENT_COUNTS, FinishReason, Prompt, Sample
 from tests.agent.episodes import make_renderer
 from tests.data.prompt_sets import make_stream
 from tests.fakes.scripted_agents import Client, RefusedError, scripted_agents, wanders
@@ -34,16 +38,6 @@ from tests.rollout.test_repeats import (
     Delays,
     decoded,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-    from bapo_megatron.data.chat import ChatRenderer
-    from bapo_megatron.engine.base import GenerateRequest
-    from bapo_megatron.rollout.agents import Agents
-    from bapo_megatron.rollout.batching import BatchCollector
-    from bapo_megatron.types import Sample
 
 PROMPTS = [
     Prompt(f"p:{n}", (1, 2), "", "", row={"messages": [{"role": "user", "content": f"q{n}"}]})

@@ -1,11 +1,8 @@
 """When a batch is complete, what stays in flight, what errors leave behind; ``fixed_lag``."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,14 +11,11 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.batching import LoopLag
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.scheduling import same_answer_share
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Prompt, RolloutBatch
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import TOTAL_STEPS, Rewards, Setup, ids, make_batches, settle
 from tests.rollout.calls import end
 from tests.rollout.saved_files import file_of, read_file, without_clock
-
-if TYPE_CHECKING:
-    from bapo_megatron.types import RolloutBatch
 
 
 @pytest.mark.parametrize(("partial", "dropped"), [(True, {}), (False, {"surplus": 1})])

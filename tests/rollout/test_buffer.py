@@ -1,13 +1,12 @@
 """Unfinished samples keep every token, and survive a checkpoint bit for bit."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 from collections import deque
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +23,6 @@ from bapo_megatron.rollout.saved import SavedRollout, read_saved
 from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
 from tests.rollout.calls import begin, give, so_far
 from tests.rollout.saved_files import AT_START, file_of, read_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PROMPTS = [
     Prompt(f"train.jsonl:{n}", (10 + n, 11, 12), f"{n}", f"prompt {n} ×", "train", {"level": [n]})

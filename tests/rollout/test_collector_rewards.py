@@ -1,11 +1,8 @@
 """Rewards through the collector process: from the configuration to the batch that trains."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,13 +10,9 @@ import pytest
 from bapo_megatron.data.dump import decode_batch, texts_path
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.processes import request_stacks
-from tests.engine.helpers import descendants
+from tests.engine.helpers import MakeConfig, descendants
 from tests.fakes.fake_sglang import FakeSglang
-from tests.rollout.conftest import changed
-
-if TYPE_CHECKING:
-    from tests.engine.helpers import MakeConfig
-    from tests.rollout.conftest import Open
+from tests.rollout.conftest import Open, changed
 
 OWN = "tests.reward.own_functions"
 

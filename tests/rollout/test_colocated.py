@@ -1,12 +1,11 @@
 """Engines on the trainer's GPUs: the order of calls, and what becomes of those that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import pytest
 
@@ -15,11 +14,7 @@ from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.rollout.messages import RELEASE_MEMORY
 from bapo_megatron.rollout.servers import ColocatedServers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from tests.engine.helpers import MakeConfig
+from tests.engine.helpers import MakeConfig
 
 ALL = frozenset(MemoryPart)
 

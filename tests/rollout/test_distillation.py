@@ -1,13 +1,13 @@
 """What the teacher says of responses reaches the batch: with rewards, restarts and checkpoints."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
@@ -15,8 +15,9 @@ from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
+from bapo_megatron.types import RolloutBatch
 from tests.data.samples import add_branch, make_episode
-from tests.engine.helpers import reference_distribution
+from tests.engine.helpers import MakeConfig, reference_distribution
 from tests.fakes.fake_pool import deliver
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
@@ -24,17 +25,9 @@ from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import PROMPTS, Renderer, make_batches, settle
 from tests.rollout.batching_setup import Setup as BatchSetup
 from tests.rollout.calls import end
-from tests.rollout.conftest import changed
+from tests.rollout.conftest import Open, changed
 from tests.rollout.episodes_setup import CountingRewards
 from tests.rollout.saved_files import read_file, without_clock
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.types import RolloutBatch
-    from tests.engine.helpers import MakeConfig
-    from tests.rollout.conftest import Open
 
 
 class Setup(BatchSetup):

@@ -1,7 +1,5 @@
 """What is driven, and how far; that nothing hangs where a task fails or the engine is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Any

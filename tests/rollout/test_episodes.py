@@ -1,17 +1,17 @@
 """Episodes: their tokens over aborts, restarts and lost servers; their ends; their groups."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
-from bapo_megatron.reward.base import Score
+from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.reward.shaping import ShapedReward
+from bapo_megatron.rollout.buffer import Episode
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.types import FinishReason
 from tests.fakes.scripted_environment import ScriptedEnvironment
@@ -19,15 +19,6 @@ from tests.rollout.batching_setup import Renderer, settle
 from tests.rollout.batching_setup import Setup as BatchSetup
 from tests.rollout.episodes_setup import MAX_TOKENS, THREE_TURNS, Setup, script
 from tests.rollout.saved_files import file_of, read_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import numpy as np
-
-    from bapo_megatron.environment.base import Task, Turn
-    from bapo_megatron.reward.base import Response
-    from bapo_megatron.rollout.buffer import Episode
 
 HISTORY: list[tuple[str, Any]] = [
     ("begin", None),

@@ -1,37 +1,30 @@
 """The sampling loop of an evaluation against a pool without servers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.completion import Completion
-from bapo_megatron.engine.base import SamplingSettings, sample_seed
+from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import EvalSet, ResultsError, iterate_samples
 from bapo_megatron.reward.base import Response, Score
+from bapo_megatron.rollout.buffer import Episode, PendingGroup
 from bapo_megatron.rollout.evaluation import Evaluator
 from bapo_megatron.rollout.messages import Evaluate
-from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+from bapo_megatron.types import EvalResult, FinishReason, Prompt, VersionSpan
 from tests.evaluation.results import TextEquality
 from tests.fakes.fake_pool import FakePool
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import single_turn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bapo_megatron.engine.base import GenerateRequest
-    from bapo_megatron.rollout.buffer import Episode, PendingGroup
-    from bapo_megatron.types import EvalResult
 
 SETS = {"sums": 5, "products": 3}
 """Name of each set and its number of prompts."""

@@ -1,10 +1,10 @@
 """Responses that several weights versions sampled, by a model: each token is its own."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,21 +13,15 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
+from bapo_megatron.engine.base import Engine
 from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.types import Prompt
+from bapo_megatron.types import Prompt, RolloutBatch
 from bapo_megatron.weight_sync.receive import Load, WeightReceiver
 from tests.data.prompt_sets import make_stream
 from tests.engine.helpers import reference_logprobs
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import Rewards, make_batches
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from bapo_megatron.engine.base import Engine
-    from bapo_megatron.types import RolloutBatch
 
 TEMPERATURE = 0.8
 STEPS = 5

@@ -1,9 +1,8 @@
 """Several servers as one: what happens to requests when a server fails, pauses or is drained."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,9 +15,6 @@ from tests.fakes.fake_engine import FakeEngine
 from tests.fakes.fake_sglang import FakeSglang, token_at
 from tests.rollout.calls import give
 from tests.rollout.pool import PROMPT, Response, engine_of, pool_on, states_of, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 async def test_pieces_come_while_the_response_is_sampled() -> None:

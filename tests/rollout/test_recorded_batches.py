@@ -3,21 +3,17 @@
 The engine's tokens are integers' hashes, so the digests hold on every processor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.agent.episodes import make_renderer
 from tests.rollout import test_agents, test_repeats
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 pytestmark = pytest.mark.slow
 

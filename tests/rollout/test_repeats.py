@@ -4,14 +4,13 @@ decode steps and the trainer take, and also where it is stopped and continued in
 Random settings; graders and environments answer after random real delays, so in random order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,11 +18,12 @@ from hypothesis import strategies as st
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.dump import decode_batch, encode_batch
-from bapo_megatron.environment.base import EnvironmentFailedError, Step
-from bapo_megatron.reward.base import Score
+from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.reward.base import Response, Score
+from bapo_megatron.rollout.batching import BatchCollector
 from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.types import EncodedBatch, Prompt
+from bapo_megatron.types import EncodedBatch, Prompt, RolloutBatch
 from tests.data.prompt_sets import make_stream
 from tests.fakes.fake_pool import deliver
 from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
@@ -31,14 +31,6 @@ from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
 from tests.rollout.batching_setup import Renderer, make_batches
 from tests.rollout.saved_files import read_file, without_clock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
-    from bapo_megatron.environment.base import Task, Turn
-    from bapo_megatron.reward.base import Response
-    from bapo_megatron.rollout.batching import BatchCollector
-    from bapo_megatron.types import RolloutBatch
 
 pytestmark = pytest.mark.slow
 

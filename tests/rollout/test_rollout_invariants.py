@@ -5,12 +5,11 @@ the mixture, as if nothing had been interrupted; tokens, log-probs and versions 
 Random sequences of events against a pool of which the test decides what each request receives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import zlib
+from collections.abc import Sequence
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,22 +20,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bapo_megatron.config.rollout import EpisodesConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.data.stream import PromptMixture
-from bapo_megatron.environment.base import EnvironmentFailedError, Step
+from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
+from bapo_megatron.rollout.buffer import Episode, PendingGroup
 from bapo_megatron.rollout.episodes import Interaction
-from bapo_megatron.types import FinishReason, Prompt, SampleText
+from bapo_megatron.types import FinishReason, Prompt, RolloutBatch, Sample, SampleText
 from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import WRITTEN, FakePool, logprobs_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import Renderer, make_batches
 from tests.rollout.calls import so_far
 from tests.rollout.saved_files import file_of, read_file, without_clock
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from bapo_megatron.environment.base import Task, Turn
-    from bapo_megatron.rollout.buffer import Episode, PendingGroup
-    from bapo_megatron.types import RolloutBatch, Sample
 
 pytestmark = pytest.mark.exhaustive
 

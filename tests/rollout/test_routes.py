@@ -1,7 +1,5 @@
 """The experts of a response in progress, joined over requests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from bapo_megatron.data.completion import Completion

@@ -1,8 +1,7 @@
 """The rules of batches without engines, graders or an event loop: a test ends the episodes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +15,6 @@ from bapo_megatron.types import FinishReason, RolloutStats, VersionSpan
 from tests.data.prompt_sets import make_stream
 from tests.rollout.batching_setup import PROMPTS
 from tests.rollout.calls import give
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 TOKENS = 4
 

@@ -1,34 +1,29 @@
 """A teacher behind engines: what becomes of its requests, and of its answers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.engine.base import Capabilities, Scores
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import RolloutError, ServerError
+from bapo_megatron.rollout.scoring import TeacherPool
 from bapo_megatron.types import Sample
 from tests.data.samples import make_episode, make_sample
 from tests.fakes.fake_sglang import LOGITS_V, FakeSglang, logprob_of
 from tests.fakes.fake_teacher import FakeTeacher, make_teacher, teacher_logprob
 from tests.rollout.batching_setup import settle
 from tests.rollout.pool import LIMIT_S, clients_of, until
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
-    from pathlib import Path
-
-    from bapo_megatron.engine.base import Capabilities, Scores
-    from bapo_megatron.rollout.scoring import TeacherPool
 
 TEACHER = "algorithm.distillation.teacher"
 

@@ -1,7 +1,5 @@
 """Which groups a batch takes: dynamic sampling, ages, carries, replay, ``partial_tokens``."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 

@@ -1,9 +1,7 @@
 """Replay reads the dumps of a run in order; every call of the collector is answered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +16,6 @@ from bapo_megatron.weight_sync import receive
 from bapo_megatron.weight_sync.receive import WeightReceiver
 from tests.data.samples import make_batch
 from tests.weight_sync.setting import StubPool
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

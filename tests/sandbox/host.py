@@ -6,8 +6,6 @@ As root, the process becomes ``UID`` once everything is imported, since Python's
 readable by root alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The host holds a secret in its environment, a descriptor, its arguments and ``{f
 server at ``{port}`` and at the abstract Unix socket ``{name}``; its process is ``{pid}``.
 """
 
-from __future__ import annotations
-
 import platform
 
 CANARY = "canary-7f3a9c"

@@ -1,7 +1,5 @@
 """Programs and cells in bubblewrap, and what is left of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -12,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,9 +20,6 @@ from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
 from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, _lock, open_sandbox
 from bapo_megatron.sandbox.cgroup import Cgroup, left_behind
 from tests.sandbox.host import REPOSITORY, require_bubblewrap
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 require_bubblewrap()
 

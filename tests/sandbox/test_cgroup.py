@@ -1,7 +1,5 @@
 """Control groups of both versions, on folders that look like theirs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a program tries in the sandbox, as root and as a user; each try succeeds without it."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The filter, interpreted here, for the system calls of the kernel's own headers."""
 
-from __future__ import annotations
-
 import errno
 import re
 import struct

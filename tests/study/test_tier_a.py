@@ -1,11 +1,9 @@
 """Tier A of the study: the task's exact values, the update's gradient, shards and statistics."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,9 +15,6 @@ from examples.study.report import Results, final, tables
 from examples.study.shards import read_shards
 from examples.study.task import LONGEST, RIGHT, SLOPPY, STAGES, make_task
 from examples.study.tier_a_run import History, Setting, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_expected_reward_by_hand():

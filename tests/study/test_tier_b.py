@@ -1,10 +1,8 @@
 """Tier B of the study: one step of BAPO and of its yoked control, through the real command."""
 
-from __future__ import annotations
-
 import json
 from contextlib import redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,6 @@ from tests.distributed_launch import start_fork
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.rollout.forked_collector import forked_collectors
 from tests.trainer.dumps import make_random_model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -1,9 +1,8 @@
 """The tables and the figure of tier B, from shards that were made up."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,9 +11,6 @@ import pytest
 from examples.study.shards import path_of
 from examples.study.tier_b import Plan, Setting
 from examples.study.tier_b_report import Results, draw, tables
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RATE = 1e-4
 ACCURACY = {"bapo": 0.8, "grpo": 0.7, "start": 0.79, "corner": 0.85, "yoked": 0.8}

@@ -1,18 +1,13 @@
 """The bounds that a yoked run takes from the file of another run."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 from examples.study.yoked import RecordedBapo, YokedToFile
 from tests.fakes.given_tokens import make_tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 CHECK = {0: (9.0, 9.0)}
 """What the check of an objective sees before the first step."""

@@ -1,12 +1,13 @@
 """Kills what a training run started, and checks afterwards that no sample was lost or doubled."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
+import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,12 +18,6 @@ from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_latest
 from bapo_megatron.rollout.saved import read_saved
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.trainer.runs import sampling_settings
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-    from pathlib import Path
-    from typing import Any
 
 GROUPS_PER_STEP = 4
 

@@ -1,8 +1,7 @@
 """A tiny random model, dumps made from it, and the configuration that replays them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,12 +9,7 @@ import yaml
 from bapo_megatron.data.dump import read_batch
 from tests.launch import Launched
 from tests.trainer.dumps import MANY_STEPS, make_random_model, replay_settings, write_dumps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.trainer.exact_policy import ExactPolicy
+from tests.trainer.exact_policy import ExactPolicy
 
 
 @pytest.fixture(scope="session")

@@ -5,23 +5,16 @@ Nothing is taken from the package but the dump: which tokens have a loss is the 
 Shape legend: R = tokens of one response, what an environment wrote included.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from bapo_megatron.types import RolloutBatch
 from tests.policy.tiny_models import load_reference
 from tests.trainer.one_update import TEMPERATURE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.types import RolloutBatch
 
 UNKNOWN_LOGPROB = -2.5
 """μ of a written token, which nothing may depend on."""

@@ -1,18 +1,13 @@
 """Advantages of a user that end the process of a rank in the second step, or keep it waiting."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from torch import Tensor
 
-    from torch import Tensor
-
-    from bapo_megatron.types import Sample
+from bapo_megatron.types import Sample
 
 GROUPS_OF_A_STEP = 4
 _calls = 0

@@ -1,16 +1,10 @@
 """A local engine that accepts new weights and, after the first ones, keeps the old."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
-from typing import TYPE_CHECKING
-
+from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.engine.base import Backend
 from bapo_megatron.engine.local.kind import LocalKind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.engine.base import Backend
 
 
 class LosingKind(LocalKind):

@@ -1,7 +1,5 @@
 """A trainer of a tiny model in any layout, what one update gives, and how two are compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,26 +1,20 @@
 """Runs as a user starts them: their settings, their errors, and whether two are the same."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 from safetensors.torch import load_file
+from torch import Tensor
 
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.telemetry.sinks import read_metrics
+from bapo_megatron.trainer.stopping import Stopping
 from tests.launch import Launched, run
 from tests.reward.own_functions import EVEN_LENGTH
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.config.schema import RunConfig
-    from bapo_megatron.trainer.stopping import Stopping
 
 UNREPEATABLE = re.compile(
     "time/|ranks/|collector/|throughput/|weight_sync/.*_s$|eval/.*(wall_s|tokens_per_s)$"

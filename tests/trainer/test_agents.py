@@ -1,12 +1,10 @@
 """Runs whose episodes are played by an agent, killed at random moments."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,9 +12,6 @@ import pytest
 from bapo_megatron.data.dump import read_batch
 from tests.launch import start
 from tests.trainer.runs import assert_same_training, run_of_short_turns, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

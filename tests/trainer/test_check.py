@@ -1,21 +1,16 @@
 """What is checked of references and teachers before anything starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.trainer.check import check_training
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engine.helpers import MakeConfig
+from tests.engine.helpers import MakeConfig
 
 REFERENCE, TEACHER = "algorithm.kl.reference", "algorithm.distillation.teacher"
 ADDRESS = "http://a:1"

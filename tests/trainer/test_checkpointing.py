@@ -1,25 +1,18 @@
 """A run that was killed and resumed equals one that was not, in every way of saving."""
 
-from __future__ import annotations
-
 import json
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
 from bapo_megatron.telemetry.run_dir import read_starts
 from bapo_megatron.telemetry.sinks import read_metrics
-from tests.launch import run
+from tests.launch import Launched, run
 from tests.trainer.chaos import wait_for
 from tests.trainer.runs import exported_weights, train
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.launch import Launched
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -1,18 +1,13 @@
 """configs/bp-math-32b-64k.yaml itself, on as many ranks as hold its model, with a thin one."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.launch import run
 from tests.trainer.dumps import make_random_model, write_dumps
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 

@@ -3,9 +3,8 @@
 Shape legend: R = response tokens of one sample.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +24,6 @@ from tests.trainer.one_update import (
     make_updates_in_layouts,
 )
 from tests.trainer.runs import differing_weights, refusal, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 

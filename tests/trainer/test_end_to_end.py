@@ -1,13 +1,12 @@
 """The main job with a real SGLang server and real Megatron-core, as a user starts it."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
 
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.evaluation.results import read_results
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.docs.metric_names import unlisted
@@ -15,11 +14,6 @@ from tests.engine.sglang.servers import lent
 from tests.launch import torchrun
 from tests.trainer.chaos import steps
 from tests.trainer.runs import sampling_settings, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.engine.sglang.server import SglangServer
 
 PROGRESS = (
     "reading the prompts",

@@ -1,12 +1,11 @@
 """Runs with an environment of the user, from a file outside the package, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,20 +16,15 @@ from bapo_megatron.config.data import DataConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.dump import read_batch, texts_path
 from bapo_megatron.engine.base import sample_seed
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.evaluation.samples import iterate_samples
 from bapo_megatron.rollout.saved import read_saved
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, RolloutBatch
 from tests.engine.sglang.servers import lent
 from tests.fakes.fake_sglang import FakeSglang
 from tests.launch import run
 from tests.trainer.chaos import steps
 from tests.trainer.runs import assert_same_training, refusal, sampling_settings, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.engine.sglang.server import SglangServer
-    from bapo_megatron.types import RolloutBatch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

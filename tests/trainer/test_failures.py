@@ -1,9 +1,7 @@
 """What a user gets wrong ends in one clear line, a non-zero exit and nothing half-written."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ from bapo_megatron.data.dump import read_batch, write_batch
 from tests.launch import run
 from tests.trainer.dumps import write_dumps
 from tests.trainer.runs import refusal
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

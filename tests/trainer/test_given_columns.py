@@ -1,9 +1,8 @@
 """Columns that a batch comes with, and references that a run or a replay does not need yet."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +18,6 @@ from bapo_megatron.trainer.scorers import EngineTeacher, FrozenScorer, Reference
 from bapo_megatron.trainer.split import SplitUpdate
 from bapo_megatron.types import Group, RolloutBatch
 from tests.data.samples import make_sample
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def batch_of(*columns: dict[str, np.ndarray]) -> RolloutBatch:

@@ -1,17 +1,12 @@
 """A run on generated problems, of which a random model solves none."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.runs import sampling_settings, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SUMS = {
     "name": "chain_sum",

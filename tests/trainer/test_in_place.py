@@ -1,7 +1,5 @@
 """The conditions under which the loss stage may overwrite Megatron's logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -1,9 +1,7 @@
 """Training from dumps gives the same losses, bounds, norms, weights and tokens in every layout."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,9 +22,6 @@ from tests.trainer.layout_ranks import (
     with_references,
 )
 from tests.trainer.runs import train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 

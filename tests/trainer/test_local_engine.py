@@ -3,10 +3,9 @@
 ``test_environments.py`` has those one step ahead.
 """
 
-from __future__ import annotations
-
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,9 +13,6 @@ import yaml
 from bapo_megatron.data.dump import read_batch
 from tests.trainer.chaos import steps
 from tests.trainer.runs import assert_same_training, sampling_settings, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -1,13 +1,12 @@
 """Runs that train adapters: they continue, the base is the reference, lost weights are noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import shutil
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +23,6 @@ from tests.trainer.runs import (
     sampling_settings,
     train,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

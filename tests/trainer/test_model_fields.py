@@ -1,9 +1,7 @@
 """Whole runs of models whose config.json has fields that few have, on two tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,9 +10,6 @@ from tests.engine.helpers import make_model_dir
 from tests.policy.convert_models import assert_same, run_convert, weights
 from tests.trainer.chaos import steps
 from tests.trainer.runs import sampling_settings, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -1,20 +1,15 @@
 """A second start in the directory of a live run: it says who works there, and touches nothing."""
 
-from __future__ import annotations
-
 import re
+import subprocess
 import urllib.request
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.launch import free_port, run, start
 from tests.trainer.chaos import steps, wait_for
 from tests.trainer.dumps import MANY_STEPS
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
 
 
 @pytest.mark.distributed

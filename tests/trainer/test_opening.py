@@ -1,14 +1,14 @@
 """What a run refuses, and what it writes, before anything is started."""
 
-from __future__ import annotations
-
 import shlex
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.config.load import ConfigError, dump_yaml, load_config
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.sglang.kind import SglangKind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import check, opening
@@ -16,11 +16,6 @@ from bapo_megatron.trainer.opening import open_run, write_config
 from bapo_megatron.trainer.stopping import Stopping
 from tests.config.files import run_config
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import RunConfig
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 ``test_loss.py`` has the sums of tokens.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,9 +1,7 @@
 """What a run reports beside its metrics: its end, on the terminal and in a file; its samples."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -16,9 +14,6 @@ from bapo_megatron.types import Group, RolloutBatch, SampleText
 from tests.config.files import run_config
 from tests.data.samples import make_sample
 from tests.trainer.runs import differing_weights, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_run_without_one_update_says_where_to_read_why(tmp_path, capsys) -> None:

@@ -1,12 +1,11 @@
 """Which checkpoint a resumed run continues from, and that it destroys no complete one."""
 
-from __future__ import annotations
-
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -28,9 +27,6 @@ from bapo_megatron.trainer.opening import (
 from tests.config.files import run_config
 from tests.launch import run
 from tests.policy.small_checkpoints import content_of, save_small
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture

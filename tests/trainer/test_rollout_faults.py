@@ -4,13 +4,13 @@ One run is followed through three processes: one is interrupted after faults of 
 next one loses a fake one for good, the last one goes on to the end with another fake.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,10 +28,6 @@ from tests.trainer.chaos import (
     wait_for,
     write_config,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SHORT = "rollout.max_response_tokens=64"
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]

@@ -4,11 +4,10 @@ With a learning rate of 0 all weights are equal, so that engine and trainer choo
 row of the engine is at its token: any other row would choose other experts.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +19,6 @@ from tests.engine.helpers import make_model_dir
 from tests.launch import REPOSITORY
 from tests.trainer.chaos import steps
 from tests.trainer.runs import assert_same_training, refusal, sampling_settings, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

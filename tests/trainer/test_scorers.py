@@ -3,14 +3,14 @@
 ``test_layouts.py`` has whole runs with them in layouts.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.telemetry.sinks import read_metrics
@@ -33,12 +33,6 @@ from tests.trainer.runs import (
     train,
     write_run,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
 
 pytestmark = pytest.mark.distributed
 

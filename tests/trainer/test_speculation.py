@@ -1,7 +1,5 @@
 """Predicted decisions change no bit of a training, only the passes that it takes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """When ``auto`` relies on predictions: a class that only counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

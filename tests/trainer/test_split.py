@@ -3,8 +3,6 @@
 Shape legend: R = tokens of one response, T = sampled tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``test_layouts.py`` has the sums of data-parallel ranks.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,13 +1,12 @@
 """Runs that are asked to stop: what becomes of the signal, of the run, and of its resumption."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -16,13 +15,7 @@ from bapo_megatron.trainer import stopping as stopping_module
 from bapo_megatron.trainer.stopping import Stopping
 from tests.distributed_launch import run_ranks
 from tests.trainer import stub_runs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from types import FrameType
-
-    from tests.trainer.stub_runs import Outcome
+from tests.trainer.stub_runs import Outcome
 
 BY_OTHER = "StoppedError: stopped by a signal to another rank"
 

@@ -1,9 +1,9 @@
 """What a run does when its source is interrupted, fails, or lacks weights."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +11,7 @@ from bapo_megatron.policy.checkpoint_files import BestCheckpoint
 from tests.distributed_launch import run_ranks
 from tests.trainer import stub_runs
 from tests.trainer.dumps import make_random_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.trainer.stub_runs import Outcome
+from tests.trainer.stub_runs import Outcome
 
 pytestmark = pytest.mark.distributed
 

@@ -1,12 +1,11 @@
 """Runs whose turns are cells of ``python_tool``, killed while a sandbox runs one of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
+import subprocess
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,10 +13,6 @@ import pytest
 from tests.launch import start
 from tests.sandbox.host import require_bubblewrap
 from tests.trainer.runs import assert_same_training, run_of_short_turns, train
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
 
 require_bubblewrap()
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]

@@ -1,15 +1,13 @@
 """Two ranks under torchrun: one clear line for an error, and no process after any end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -18,9 +16,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.launch import Launched
 from tests.trainer.chaos import steps, wait_for
 from tests.trainer.dumps import MANY_STEPS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.distributed
 

@@ -7,17 +7,18 @@ wrote; episodes of the second dump have several sequences.
 Shape legend: R = tokens of one sequence, what an environment wrote included.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from bapo_megatron.data.dump import dump_path, read_batch
 from bapo_megatron.data.token_columns import REFERENCE
@@ -25,6 +26,7 @@ from bapo_megatron.data.token_dump import read_token_dump, token_dump_path
 from bapo_megatron.tools.report.rollouts import read_ratios
 from bapo_megatron.trainer.records import TokenDump
 from bapo_megatron.trainer.scorers import ScoredDump
+from bapo_megatron.types import MicroBatch, RolloutBatch, Sample
 from tests.distributed_launch import joined, run_ranks
 from tests.oracles.bound_search import Tokens, float64_search
 from tests.oracles.policy_loss import policy_loss
@@ -39,14 +41,6 @@ from tests.trainer.one_update import (
     make_updates,
     make_updates_in_layouts,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.types import MicroBatch, RolloutBatch, Sample
 
 pytestmark = pytest.mark.distributed
 

@@ -1,17 +1,13 @@
 """Responses with A = 0 are left out of both passes, and nothing that is learned changes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.data.dump import read_batch, write_batch
 from tests.distributed_launch import run_ranks
 from tests.trainer.one_update import Case, Updates, assert_same_gradients, make_updates
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 

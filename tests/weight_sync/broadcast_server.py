@@ -4,8 +4,6 @@ It works at one call at a time; HTTP goes on meanwhile, behind the launcher's ``
 ``--hangs`` it does not come out of a broken broadcast, of which NCCL need not tell.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,15 +1,16 @@
 """What the ranks of test_send.py do, with a collector that answers by a script."""
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.config.schema import OpsConfig
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.runtime.calls import Call
 from bapo_megatron.runtime.distributed import barrier
 from bapo_megatron.trainer.recompute import score_probes
 from bapo_megatron.weight_sync import send
@@ -17,12 +18,6 @@ from bapo_megatron.weight_sync.receive import BEGIN, PROBE, RECEIVE, RESUME, Ope
 from bapo_megatron.weight_sync.send import WeightSync
 from tests.distributed_launch import joined
 from tests.weight_sync.ranks import build_policy, shape_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bapo_megatron.runtime.calls import Call
 
 MEGABYTE = 60_000
 """The model has 340 kB: several buckets."""

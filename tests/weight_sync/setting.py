@@ -1,10 +1,9 @@
 """A ``WeightReceiver`` on fake servers, and what it uses."""
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.engine.base import BucketLayout, GroupPlace
@@ -13,10 +12,6 @@ from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.weight_sync.receive import Load, Opened, Receive, Resumed, WeightReceiver
 from tests.fakes.fake_weight_server import LOGPROB
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
 
 BUCKET = BucketLayout(names=("w",), dtypes=("float32",), shapes=((2, 3),))
 PROBE = ((3, 1, 4), (1, 5))

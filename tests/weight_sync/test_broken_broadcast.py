@@ -3,13 +3,13 @@
 Real processes and a real gloo group; three servers, whose schedulers are fakes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,16 +22,10 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import own_servers
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.runtime.calls import Answers, Request
+from bapo_megatron.runtime.calls import Answers, Call, Request
 from bapo_megatron.weight_sync.receive import RECEIVE, WeightReceiver
 from bapo_megatron.weight_sync.send import BroadcastTransport, Bucket, _send_all
 from tests.launch import REPOSITORY
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from bapo_megatron.runtime.calls import Call
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]
 

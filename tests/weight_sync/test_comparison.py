@@ -1,7 +1,5 @@
 """Whether a server's log-probs followed the trainer's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

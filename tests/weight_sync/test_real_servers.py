@@ -1,16 +1,18 @@
 """Trainer ranks sync weights with real servers, which had none and then compute as transformers."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.engine.base import SamplingSettings
+from bapo_megatron.engine.sglang.client import SglangClient
+from bapo_megatron.engine.sglang.server import SglangServer
 from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
 from tests.engine.sglang.servers import (
@@ -22,14 +24,6 @@ from tests.engine.sglang.servers import (
     with_client,
 )
 from tests.weight_sync.ranks import Fault, Synced, sync_changed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from bapo_megatron.data.completion import Completion
-    from bapo_megatron.engine.sglang.client import SglangClient
-    from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.distributed]
 

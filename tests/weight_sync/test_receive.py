@@ -1,20 +1,15 @@
 """Which servers take part in a weight sync, what they are told, and what becomes of failures."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from bapo_megatron.engine.pooled import EngineState
+from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.weight_sync.receive import Opened, Receive
 from tests.fakes.fake_weight_server import FakeWeightServer
 from tests.weight_sync.setting import Setting, sync_on
-
-if TYPE_CHECKING:
-    from bapo_megatron.engine.pooled import PooledEngine
 
 BROADCAST, DISK = "/update_weights_from_distributed", "/update_weights_from_disk"
 

@@ -1,17 +1,13 @@
 """What the ranks of the trainer do in a weight sync, and when there is none."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bapo_megatron.weight_sync.send import SyncReport, sync_metrics
 from tests.distributed_launch import run_ranks
 from tests.weight_sync.send_ranks import PAUSE_S, sync_by_script
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.distributed
 

@@ -1,9 +1,8 @@
 """Who takes part in a weight sync, and who is blamed, without servers or an event loop."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,9 +10,6 @@ from bapo_megatron.engine.base import GroupPlace
 from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.weight_sync.receive import SyncGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GONE, REFUSED, BROKEN = ServerGoneError("gone"), RolloutError("refused"), TypeError("names")
 

@@ -1,13 +1,11 @@
 """How rank 0 hands over buckets: by broadcast, and as memory that servers map."""
 
-from __future__ import annotations
-
 import base64
 import io
 import pickle
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.engine import collective
-from bapo_megatron.engine.base import BucketLayout
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.runtime.calls import Call
 from bapo_megatron.weight_sync import send
 from bapo_megatron.weight_sync.receive import Opened, Receive
 from bapo_megatron.weight_sync.send import (
@@ -27,10 +26,6 @@ from bapo_megatron.weight_sync.send import (
     SharedMemoryTransport,
     shared_memory_payload,
 )
-
-if TYPE_CHECKING:
-    from bapo_megatron.engine.base import GroupPlace
-    from bapo_megatron.runtime.calls import Call
 
 LIMIT = timedelta(seconds=60)
 

@@ -1,7 +1,5 @@
 """What comparing the servers with the trainer finds, and for how long generation stands still."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,11 +1,10 @@
 """An engine on a small random model, and requests to it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,13 +12,8 @@ from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
-from bapo_megatron.engine.local.engine import LocalBackend
+from bapo_megatron.engine.local.engine import LocalBackend, LocalEngine
 from tests.engine.helpers import Kept, reference_logprobs
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
-
-    from bapo_megatron.engine.local.engine import LocalEngine
 
 EOS = 1
 SETTINGS = SamplingSettings(temperature=0.8, max_new_tokens=40, seed=5)

@@ -1,14 +1,12 @@
 """What is sampled depends on requests and their order only, and log-probs are transformers'."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bapo_megatron.data.completion import join
+from bapo_megatron.data.completion import Completion, join
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.engine.local.engine import load_model
@@ -26,11 +24,6 @@ from tests.engine.local.setting import (
     start,
 )
 from tests.policy.tiny_models import set_config_field
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.data.completion import Completion
 
 PROMPT = [3, 20, 77, 4]
 

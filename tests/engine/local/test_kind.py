@@ -1,7 +1,5 @@
 """What the engine cannot do is refused by name, before anything is loaded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,10 +1,8 @@
 """Requests end as they should: aborted, cancelled, paused, asked up, refused, failed."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,10 +22,6 @@ from tests.engine.local.setting import (
     sampled,
     start,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 PROMPT = [3, 20, 77, 4]
 LONG = SamplingSettings(temperature=1.5, max_new_tokens=200, seed=41)

@@ -1,25 +1,18 @@
 """The experts that the engine reports are those that its model used, for each token once."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.engine.base import GenerateRequest
 from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import complete, finish, opened, ragged_requests, start
 from tests.policy.tiny_models import load_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from bapo_megatron.data.completion import Completion
-    from bapo_megatron.engine.base import GenerateRequest
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
 

@@ -1,7 +1,5 @@
 """Tokens are drawn from exactly the distribution whose log-probs are reported."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,27 +1,20 @@
 """Real SGLang servers, and clients of real and fake ones."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.engine.base import GenerateRequest, Readiness
+from bapo_megatron.data.completion import Completion
+from bapo_megatron.engine.base import GenerateRequest, Readiness, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.runtime.processes import tail
 from tests.engine.helpers import Kept
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-    from pathlib import Path
-    from typing import Any
-
-    from bapo_megatron.data.completion import Completion
-    from bapo_megatron.engine.base import SamplingSettings
 
 KEYS = ApiKeys(api_key="a" * 32, admin_api_key="b" * 32)
 SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}

@@ -1,13 +1,13 @@
 """What the client sends, how it uses connections, and what it does if a server misbehaves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,16 +20,10 @@ from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.sglang.servers import connected, sample, with_client
+from tests.fakes.fake_server import FakeServer
 from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import MEMORY, FakeWeightServer
 from tests.fakes.wave_server import WaveServer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from pathlib import Path
-    from typing import Any
-
-    from tests.fakes.fake_server import FakeServer
 
 SAMPLING = SamplingSettings(temperature=0.5, max_new_tokens=4, seed=0)
 RELEASE = [

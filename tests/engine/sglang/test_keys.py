@@ -1,9 +1,8 @@
 """Which key a server wants for which call, and what it answers about itself."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from bapo_megatron.engine.sglang.keys import (
     InfoAnswers,
     KeyCheck,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 BODY = [
     {"type": "http.request", "body": b"{", "more_body": True},

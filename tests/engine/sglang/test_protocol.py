@@ -1,15 +1,15 @@
 """What answers become: pieces whose tokens, log-probs and versions are certain, and verdicts."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.protocol import (
@@ -23,11 +23,6 @@ from bapo_megatron.engine.sglang.protocol import (
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason
 from tests.fakes.fake_sglang import INFO, top_fields
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.data.completion import Completion
 
 STOP = {"type": "stop", "matched": 1}
 ABORT = {"type": "abort", "message": "Abort in waiting queue"}

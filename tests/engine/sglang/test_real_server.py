@@ -1,11 +1,8 @@
 """A real server: the contract of engines, and SGLang's own calls."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -13,15 +10,13 @@ import pytest
 from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.protocol import score_body
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import Case, Response, sglang_case
 from tests.engine.helpers import ask, descendants
 from tests.engine.sglang.servers import KEYS, sample, with_client
 from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
-
-if TYPE_CHECKING:
-    from bapo_megatron.engine.sglang.server import SglangServer
 
 pytestmark = pytest.mark.sglang
 

@@ -1,7 +1,5 @@
 """Starting, watching and ending a server's processes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -11,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import psutil
 import pytest
@@ -26,16 +25,10 @@ from bapo_megatron.engine.sglang import server as sglang_server
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.processes import shared_files, unlink_shared_files
-from tests.engine.helpers import descendants
+from tests.engine.helpers import MakeConfig, descendants
 from tests.engine.sglang.servers import KEYS, server_config
 from tests.launch import free_port
 from tests.reward.own_functions import EVEN_LENGTH
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
-
-    from tests.engine.helpers import MakeConfig
 
 OWNER = """
 import os, sys, time

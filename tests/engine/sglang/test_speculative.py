@@ -1,7 +1,5 @@
 """Why a draft of n-grams has one token: what SGLang's verification makes of a padded one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
