@@ -120,8 +120,19 @@ class Capabilities:
     nccl_settings: Mapping[str, str] = field(default_factory=dict)
     """Its ``processes.nccl_settings``; empty if unreported."""
 
-    def check_nccl(self, address: str) -> None:
-        """Raise a ``RolloutError`` if this process's ``nccl_settings`` differ."""
+    def check_weight_sync(self, method: str, address: str) -> None:
+        """Check that weights can be synced by ``rollout.weight_sync.method``.
+
+        Raises:
+            RolloutError: They cannot, or this process's ``nccl_settings`` differ for ``broadcast``.
+        """
+        if method not in self.methods:
+            raise RolloutError(
+                f"rollout.weight_sync.method: must be {' or '.join(sorted(self.methods))} for "
+                f"{address} as it was started, got {method}; set it"
+            )
+        if method != "broadcast":
+            return
         for name, here in nccl_settings().items():
             if (there := self.nccl_settings.get(name, here)) != here:
                 raise RolloutError(

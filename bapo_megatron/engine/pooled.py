@@ -152,8 +152,7 @@ class EngineStates:
     async def close(self) -> None:
         """Stop watching, and close every connection."""
         await self.news.close()
-        for pooled in self.engines:
-            await pooled.engine.close()
+        await asyncio.gather(*(pooled.engine.close() for pooled in self.engines))
 
     @property
     def version(self) -> int | None:
@@ -363,14 +362,7 @@ class EngineStates:
     async def _admit(self, pooled: PooledEngine) -> None:
         """Check an engine that answers for the first time, or again; raise if it is unusable."""
         pooled.properties = capabilities = await pooled.engine.capabilities()
-        method = self._config.weight_sync.method
-        if method not in capabilities.methods:
-            raise RolloutError(
-                f"rollout.weight_sync.method: must be {' or '.join(sorted(capabilities.methods))} "
-                f"for {pooled.address} as it was started, got {method}; set it"
-            )
-        if method == "broadcast":
-            capabilities.check_nccl(pooled.address)
+        capabilities.check_weight_sync(self._config.weight_sync.method, pooled.address)
         if not self.memory_is_released:  # its check would crash it, and passed at its first start
             await pooled.engine.check()
 

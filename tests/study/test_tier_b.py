@@ -29,7 +29,7 @@ def call(out: Path, *arguments: str) -> None:
 def _run(arguments: tuple[str, ...], log: Path) -> None:
     distributed_launch.forks_of_this_process()
     with log.open("w") as out, redirect_stdout(out), redirect_stderr(out), forked_collectors():
-        cli.app(arguments, standalone_mode=False)
+        cli.app(arguments[1:], standalone_mode=False)  # after ``python -m bapo_megatron``
 
 
 def test_the_yoked_run_has_the_bounds_of_another_seed_s_bapo(
