@@ -99,14 +99,26 @@ AGENT = {
 }
 
 
+SERVERS = {
+    "engine": "sglang",
+    "partial_tokens": None,
+    "server": {"max_total_tokens": 8192, "mem_fraction": 0.3},
+}
+
+
 @pytest.mark.parametrize("episodes", [EPISODES, AGENT], ids=["environment", "agent"])
+@pytest.mark.parametrize(
+    "engine",
+    [{}, pytest.param(SERVERS, marks=[pytest.mark.sglang, pytest.mark.exhaustive])],
+    ids=["local", "sglang"],
+)
 def test_every_token_of_several_turns_has_its_experts(
-    episodes: dict[str, Any], model: Path, tmp_path: Path
+    episodes: dict[str, Any], engine: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     short_turned = shutil.copytree(model, tmp_path / "model")
     ends = {"eos_token_id": [1, *range(9, 260, 16)]}  # one token in sixteen ends a turn
     (short_turned / "generation_config.json").write_text(json.dumps(ends))
-    path = write_config(tmp_path, short_turned, **episodes)
+    path = write_config(tmp_path, short_turned, **episodes, **engine)
     frozen = ("optimizer.lr=0", "parallel.tensor=2", "parallel.sequence=true")
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     rows = train(path, tmp_path / "run", *frozen, ranks=2, environment=environment)
@@ -160,10 +172,11 @@ def test_servers_return_the_experts_of_every_token_but_those_computed_again(
     model: Path, tmp_path: Path
 ) -> None:
     """Responses are aborted and continued; then, retracted."""
-    # So few run at a time that some are always unfinished when new weights come.
-    server = {"max_total_tokens": 8192, "mem_fraction": 0.3, "max_running_requests": 2}
-    rollout = {"engine": "sglang", "partial_tokens": None, "server": server, "async_steps": 1}
-    path = write_config(tmp_path, model, **rollout, max_response_tokens=60, oversample_groups=2)
+    # One runs at a time, and two batches ahead: some are unfinished when new weights come, however
+    # long that takes.
+    server = {**SERVERS["server"], "max_running_requests": 1}
+    rollout = {**SERVERS, "server": server, "async_steps": 2, "oversample_groups": 2}
+    path = write_config(tmp_path, model, **rollout, max_response_tokens=60)
     frozen = ("optimizer.lr=0", "parallel.expert=2", "checkpoint.every_steps=0")
     aborted = train(path, tmp_path / "aborted", *frozen, ranks=2)
     assert sum(row["rollout/resumed_samples"] for row in aborted) > 0
