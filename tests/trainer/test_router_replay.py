@@ -172,12 +172,12 @@ def test_servers_return_the_experts_of_every_token_but_those_computed_again(
     model: Path, tmp_path: Path
 ) -> None:
     """Responses are aborted and continued; then, retracted."""
-    # One runs at a time, and two batches ahead: some are unfinished when new weights come, however
-    # long that takes.
-    server = {**SERVERS["server"], "max_running_requests": 1}
+    # Two batches ahead, a few at a time: some are unfinished when new weights come, however long
+    # that takes, and train within five steps.
+    server = {**SERVERS["server"], "max_running_requests": 4}
     rollout = {**SERVERS, "server": server, "async_steps": 2, "oversample_groups": 2}
     path = write_config(tmp_path, model, **rollout, max_response_tokens=60)
-    frozen = ("optimizer.lr=0", "parallel.expert=2", "checkpoint.every_steps=0")
+    frozen = ("optimizer.lr=0", "parallel.expert=2", "checkpoint.every_steps=0", "train.steps=5")
     aborted = train(path, tmp_path / "aborted", *frozen, ranks=2)
     assert sum(row["rollout/resumed_samples"] for row in aborted) > 0
     assert all(row["router/replayed_share"] == 1.0 for row in aborted)
