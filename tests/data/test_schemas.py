@@ -11,7 +11,7 @@ from bapo_megatron.data.token_columns import row_columns
 from bapo_megatron.data.token_dump import TOKEN_COLUMNS
 from tests.launch import REPOSITORY
 
-_ROW = re.compile(r"\| `(\w+)` \| ([\w<>]+) \|[\w ]*\|(.*)\|")
+_ROW = re.compile(r"\| `(\w+)` \| ([\w<>]+) \|(.*)\|")
 
 
 @pytest.mark.parametrize(

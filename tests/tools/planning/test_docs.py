@@ -64,26 +64,26 @@ def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
     rollout, _, training = plan_7b().phases[:3]
     tokens_per_s = plan_7b().rollout_tokens_per_s
     for sentence in (
-        f"a GPU needs {gb(plan_7b())} GB.",
+        f"a GPU needs {gb(plan_7b())} GB, with `recompute=full` "
+        f"{gb(plan_7b(4, 'megatron.recompute=full'))} GB, without Transformer Engine "
+        f"{gb(plan_7b(local=True))} GB.",
         f"the rollout takes {rollout.seconds:.0f} s at {tokens_per_s:,.0f} tokens/s per GPU, "
         f"training {training.seconds:.0f} s.",
-        f"the total is {gb(plan_7b(8))} GB. Without Transformer Engine: {gb(plan_7b(local=True))}"
-        f" GB. With `recompute=full`: {gb(plan_7b(4, 'megatron.recompute=full'))} GB.",
         f"{plan_7b().step_s:.0f} s per step",
-        f"reads the weights at 2 GB/s, {plan_7b(4, DISK).phases[-1].seconds:.0f} s",
         f"by disk {plan_32b(None, DISK).phases[-1].seconds:.0f} s",
-        f"{plan_32b().stages[1].logits_bytes / 1e9:.1f} GB of chunked logits: "
-        f"{plan_32b().stages[1].total_bytes / 1e9:.1f} GB.",
-        f"{gb(plan_32b(PlanOptions(gpus=128), 'parallel.pipeline=1'))} GB in all",
+        f"The last stage needs {plan_32b().stages[1].total_bytes / 1e9:.1f} GB. "
+        f"`parallel.pipeline=1` needs {gb(plan_32b(PlanOptions(gpus=128), 'parallel.pipeline=1'))}"
+        " GB",
         f"needs {gb(full)} GB and {full.phases[2].seconds:.0f} s instead of "
         f"{plan_32b().phases[2].seconds:.0f}",
-        f"takes {plan_32b(PlanOptions(gpus=128, response_tokens=16000)).step_s:.0f} s instead of "
+        "with `--response-tokens 16000` "
+        f"{plan_32b(PlanOptions(gpus=128, response_tokens=16000)).step_s:.0f} s instead of "
         f"{plan_32b().step_s:,.0f}",
         f"takes {plan_32b(PlanOptions(gpus=64, rollout_gpus=192)).step_s:,.0f} s, 128 and 128 "
         f"take {plan_32b().step_s:,.0f} s",
         f"a checkpoint has {plan_32b().disk[0].each_bytes / 1e9:.0f} GB, a step's dump "
         f"{plan_32b().disk[2].each_bytes / 1e9:.1f} GB and the export "
-        f"{plan_32b().disk[3].each_bytes / 1e9:.0f} GB; the run of 1,000 steps fills "
+        f"{plan_32b().disk[3].each_bytes / 1e9:.0f} GB; 1,000 steps fill "
         f"{sum(use.total_bytes for use in plan_32b().disk) / 1e12:.1f} TB",
         f"{plan_32b().rollout_tokens_per_s:,.0f} tokens/s per GPU",
     ):
