@@ -87,21 +87,21 @@ class PooledEngine:
 
 
 class News:
-    """Tasks that run beside those who wait for what they change."""
+    """Background tasks, and the wake-up of whoever waits for a change that they make."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """Run ``work`` until ``close``; its error is raised wherever news are awaited."""
+        """Run ``work`` until ``close``; its error is raised in whoever waits."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self.wake())
         self._tasks.add(task)
         return task
 
     def cancel(self, task: asyncio.Task[None]) -> None:
-        """End a task, whose error nobody gets any more."""
+        """Cancel a task and drop its error."""
         self._tasks.discard(task)
         task.cancel()
 

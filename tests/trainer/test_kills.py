@@ -20,7 +20,7 @@ from tests.trainer.runs import assert_same_training, run_of_short_turns, train
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.exhaustive]
 
 KILLS = int(os.environ.get("BAPO_TEST_KILLS", "3"))
-"""Per kind, one victim after the other. Twenty-one were tried by hand."""
+"""Per kind, one victim after the other."""
 SEED = int(os.environ.get("BAPO_TEST_KILLS_SEED", "0"))
 AGENTS, CELLS = "tests.agent.agents", "tests.environment.cells"
 TURNS = {"max_turns": 3, "workers": 2, "step_timeout_s": 60}
@@ -60,14 +60,21 @@ def test_a_run_whose_processes_are_killed_equals_another_one(
     batch = read_batch(tmp_path / "whole" / "rollouts" / "step_000002.parquet")
     assert (rows[-1].get("rollout/turns_mean", 1) > 1) == (kind != "plain")
     assert any(sample.branches for sample in batch.samples) == (kind == "agent")
+    assert rows[-1].get("rollout/agent_forks_share", 0) == 0
+    uses_tools = any(row.get("rollout/environment_calls_per_response", 0) > 0 for row in rows)
+    assert uses_tools == (kind == "tool")
     draws, resume, run_dir = random.Random(f"{kind}{SEED}"), list[str](), tmp_path / "killed"
     for kill in range(KILLS):
         process = start(["train", str(config), f"run_dir={run_dir}", *resume])
         victim = VICTIMS[kill % len(VICTIMS)]
-        children = _strike(process, victim, draws, draws.uniform(0.2, 0.9) * whole_s)
+        delay_s = draws.uniform(0.2, 0.9) * whole_s
+        children = _strike(
+            process, victim, draws, delay_s, within="bwrap" if kind == "tool" else ""
+        )
         _, err = process.communicate(timeout=300)
         assert psutil.wait_procs(children, timeout=30)[1] == []
-        assert process.returncode == 0 or victim != "worker", err
+        is_loading = "ended before it was ready" in err  # then its owner ends the run
+        assert process.returncode == 0 or victim != "worker" or is_loading, err
         resume = ["--resume"]
         if process.returncode == 0:
             assert_same_training(run_dir, tmp_path / "whole")
@@ -78,18 +85,25 @@ def test_a_run_whose_processes_are_killed_equals_another_one(
 
 
 def _strike(
-    process: subprocess.Popen[str], victim: str, draws: random.Random, delay_s: float
+    process: subprocess.Popen[str], victim: str, draws: random.Random, delay_s: float, within: str
 ) -> list[psutil.Process]:
-    """Kill -9 the trainer, its collector, or what the collector started; returns its children."""
+    """Kill -9 the trainer, its collector, or what the collector started; returns its children.
+
+    It comes while a process named ``within`` runs, if that is not empty.
+    """
     end_s = time.monotonic() + delay_s
     children: list[psutil.Process] = []
     workers: list[psutil.Process] = []
-    while process.poll() is None and (time.monotonic() < end_s or not workers):
-        time.sleep(0.05)
+    running: set[str] = set()
+    while process.poll() is None and (
+        time.monotonic() < end_s or not workers or (within and within not in running)
+    ):
+        time.sleep(0.02)
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(process.pid).children(recursive=True)
             collectors = [c for c in children if "bapo_megatron.rollout.collector" in c.cmdline()]
             workers = [w for c in collectors for w in c.children(recursive=True)]
+            running = {worker.name() for worker in workers}
     if process.poll() is None:
         victims = {"trainer": [process], "collector": collectors, "worker": workers}
         with contextlib.suppress(psutil.NoSuchProcess):  # such as a sandbox
