@@ -19,13 +19,11 @@ from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.model import Model
-from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.scorers import FrozenScorer
 from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
 from bapo_megatron.trainer.step import BatchTrainer
-from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.policy.build import build_state
 from tests.policy.parity_ranks import hf_gradients
@@ -52,9 +50,6 @@ class Case:
     """Model whose hidden states a scorer keeps, for a loss over the vocabulary."""
     zero_advantage: ZeroAdvantage | None = None
     """What becomes of responses with A = 0; None: what the objective declares."""
-    watches_output: bool = False
-    """Whether ``outputs`` has every micro-batch of the loss pass with the gradient of the model's
-    output, [N, V], or of its hidden states, [N, H], with chunks."""
 
 
 def build_trainer(
@@ -141,12 +136,10 @@ def _make_update(
         # Nothing scales the gradients before they are compared.
         optimizer={"lr": 0.0, "clip_grad": 1e9},
     )
-    outputs = _watch_output(trainer.state) if case.watches_output else []
     result, *further = trainer.train(read_batch(dump))
     chosen = result.decisions[0] if result.decisions else {}  # none of a skipped update
     bounds = [chosen.get(f"clip/{n}") for n in ("low", "high")]
     return {
-        "outputs": outputs,
         "loss": result.sums.get("policy_loss", 0.0),
         "sums": result.sums,
         "maxima": result.maxima,
@@ -156,22 +149,6 @@ def _make_update(
         "optimizer_steps": trainer.state.num_updates,
         "gradients": hf_gradients(trainer.state),
     }
-
-
-def _watch_output(state: TrainState) -> list[tuple[MicroBatch, Tensor]]:
-    """Collects the gradients of the output in the passes to come."""
-    seen: list[tuple[MicroBatch, Tensor]] = []
-    forward_backward = state.forward_backward
-
-    def watched(micro_batches: Any, loss_fn: Any) -> Any:
-        def watching(output: Tensor, micro_batch: MicroBatch) -> Any:
-            output.register_hook(lambda gradient: seen.append((micro_batch, gradient.clone())))
-            return loss_fn(output, micro_batch)
-
-        return forward_backward(micro_batches, watching)
-
-    state.forward_backward = watched  # type: ignore[method-assign]
-    return seen
 
 
 def assert_same_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

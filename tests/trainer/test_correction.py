@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.data.staleness import spans_of, token_versions
@@ -23,7 +22,7 @@ from tests.trainer.one_update import (
     make_updates,
     make_updates_in_layouts,
 )
-from tests.trainer.runs import differing_weights, refusal, train
+from tests.trainer.runs import train
 
 pytestmark = pytest.mark.distributed
 
@@ -194,26 +193,6 @@ def test_layouts_weigh_and_mask_alike(
             assert_same_gradients(gradients, one_rank[name]["gradients"])
 
 
-def test_a_batch_in_which_everything_is_masked_is_skipped_on_every_rank(
-    replay_config: Path, random_model: Path, stale_dump: Path, tmp_path: Path
-) -> None:
-    batch = read_batch(stale_dump)
-    for sample in batch.samples:
-        versions_R = token_versions(sample.versions)
-        versions_R[0] = 4
-        sample.versions = spans_of(versions_R)
-    write_batch(tmp_path / "dumps" / "step_000001.parquet", batch)
-    settings = [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
-    settings.append("rollout.staleness={max_age: 4, measure: oldest, action: mask}")
-    # A bonus trains tokens of any advantage, but none that is masked.
-    settings.append("algorithm.entropy_coefficient=0.01")
-    (row,) = train(replay_config, tmp_path / "run", *settings, ranks=2)
-    assert row["rollout/masked_token_share"] == 1.0
-    assert (row["train/updates"], row["train/skipped_updates"]) == (0.0, 2.0)
-    before = load_file(random_model / "model.safetensors")
-    assert not differing_weights(tmp_path / "run", before)
-
-
 def test_ages_grow_with_every_update_that_a_batch_serves(
     replay_config: Path, stale_dump: Path, tmp_path: Path
 ) -> None:
@@ -233,18 +212,3 @@ def test_ages_grow_with_every_update_that_a_batch_serves(
     assert row["rollout/age_mean"] == pytest.approx(ages.mean())
     assert row["rollout/stale_token_share"] == pytest.approx(np.mean(ages > 0))
     assert row["rollout/masked_token_share"] == 0.0
-
-
-def test_an_engine_log_prob_that_is_not_finite_is_named(
-    replay_config: Path, stale_dump: Path, tmp_path: Path
-) -> None:
-    batch = read_batch(stale_dump)
-    sample = batch.groups[2].samples[1]
-    sample.behaviour_logprobs = sample.behaviour_logprobs.copy()
-    sample.behaviour_logprobs[3] = -np.inf
-    write_batch(tmp_path / "dumps" / "step_000001.parquet", batch)
-    arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}"]
-    arguments += [f"replay={tmp_path / 'dumps'}", "train.steps=1", "algorithm.behaviour=recomputed"]
-    _, line = refusal([*arguments, "algorithm.correction.kind=sequence"])
-    assert "sample 1 of group 2" in line
-    assert "response token 3: behaviour log-prob is -inf" in line

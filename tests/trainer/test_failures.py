@@ -45,13 +45,20 @@ def nan_dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> P
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("scope", "ranks"), [("update", 1), ("micro_batch", 1), ("update", 2)])
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ((), 1),
+        (("algorithm.bapo.scope=micro_batch",), 1),
+        (("algorithm.behaviour=recomputed", "algorithm.correction.kind=sequence"), 1),
+        ((), 2),
+    ],
+)
 def test_nan_logprobs_are_reported_with_sample_and_position(
-    replay_config: Path, nan_dumps: Path, tmp_path: Path, scope: str, ranks: int
+    replay_config: Path, nan_dumps: Path, tmp_path: Path, settings: tuple[str, ...], ranks: int
 ) -> None:
     arguments = ["train", str(replay_config), f"run_dir={tmp_path / 'run'}", f"replay={nan_dumps}"]
-    settings = ["train.steps=2", f"algorithm.bapo.scope={scope}"]
-    result = run([*arguments, *settings], ranks=ranks)
+    result = run([*arguments, "train.steps=2", *settings], ranks=ranks)
     assert result.returncode != 0
     assert "Traceback" not in result.stderr
     # The first rank that ends may end the other before it has told.

@@ -274,51 +274,28 @@ def test_a_step_without_the_score_is_not_the_best(
     assert checkpoints.progress.best == BestCheckpoint("step_3", "eval/sums/maj_at_k", 0.5)
 
 
-@pytest.fixture(scope="module")
-def saved(
-    replay_config: Path, many_dumps: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[str], Path]:
-    """The arguments of a run, and its directory after 12 steps: checkpoints 8, 10 and 12."""
-    run_dir = tmp_path_factory.mktemp("saved") / "run"
+@pytest.mark.distributed
+def test_a_run_whose_latest_is_gone_continues_and_a_finished_one_says_that_no_step_is_left(
+    replay_config: Path, many_dumps: Path, tmp_path: Path
+) -> None:
+    run_dir, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     settings = ("optimizer.schedule=constant", "checkpoint.every_steps=2", "checkpoint.keep_last=3")
-    arguments = ["train", str(replay_config), f"replay={many_dumps}", *settings]
-    result = run([*arguments, f"run_dir={run_dir}", "train.steps=12"])
-    assert result.returncode == 0, result.stderr
-    return arguments, run_dir
-
-
-@pytest.fixture
-def copied(saved: tuple[list[str], Path], tmp_path: Path) -> tuple[list[str], Path]:
-    """The same with a copy of the directory, to change."""
-    arguments, finished = saved
-    return arguments, shutil.copytree(finished, tmp_path / "run")
-
-
-@pytest.mark.distributed
-def test_a_run_whose_latest_is_gone_continues_from_its_newest_checkpoint(
-    copied: tuple[list[str], Path],
-) -> None:
-    arguments, run_dir = copied
-    root = run_dir / "checkpoints"
-    (root / "latest").unlink()
-    name_best(root, BestCheckpoint("step_10", "eval/sums/avg_at_k", 0.5))
-    result = run([*arguments, f"run_dir={run_dir}", "train.steps=13", "--resume"])
-    assert result.returncode == 0, result.stderr
-    news = f"{root}/latest: missing; continuing from step_12, the newest complete checkpoint\n"
-    assert f"{news}resumed from {root}/step_12: 12 steps done\n" in result.stderr
-    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, 14))
-    names = sorted(path.name for path in root.iterdir())
-    assert names == ["best", "latest", "step_10", "step_12", "step_13"]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("steps", [12, 11])
-def test_a_finished_run_says_that_no_step_is_left(
-    copied: tuple[list[str], Path], steps: int
-) -> None:
-    arguments, run_dir = copied
-    result = run([*arguments, f"run_dir={run_dir}", f"train.steps={steps}", "--resume"])
-    assert result.returncode == 0, result.stderr
-    line = f"resumed from {run_dir}/checkpoints/step_12: 12 steps done; train.steps is {steps}"
-    assert f"{line}: none is left, raise it to train on\n" in result.stderr
-    assert len(read_metrics(run_dir / "metrics.jsonl")) == 12
+    arguments = ["train", str(replay_config), f"run_dir={run_dir}", f"replay={many_dumps}"]
+    stderr = []
+    for steps in (6, 7, 7, 6):
+        resume = ["--resume"] if stderr else []
+        result = run([*arguments, *settings, f"train.steps={steps}", *resume])
+        assert result.returncode == 0, result.stderr
+        stderr.append(result.stderr)
+        (root / "latest").unlink()
+        if not resume:
+            name_best(root, BestCheckpoint("step_4", "eval/sums/avg_at_k", 0.5))
+    assert [row["step"] for row in read_metrics(run_dir / "metrics.jsonl")] == list(range(1, 8))
+    assert sorted(path.name for path in root.iterdir()) == ["best", "step_4", "step_6", "step_7"]
+    for text, step, rest in (
+        (stderr[1], 6, ""),
+        (stderr[2], 7, "; train.steps is 7: none is left, raise it to train on"),
+        (stderr[3], 7, "; train.steps is 6: none is left, raise it to train on"),
+    ):
+        news = f"latest: missing; continuing from step_{step}, the newest complete checkpoint\n"
+        assert f"{news}resumed from {root}/step_{step}: {step} steps done{rest}\n" in text

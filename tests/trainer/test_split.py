@@ -4,6 +4,7 @@ Shape legend: R = tokens of one response, T = sampled tokens of a micro-batch.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
+from bapo_megatron.config.settings import flat_settings, masked_reasons
 from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.trainer.split import SplitUpdate, ZeroAdvantage, split_step
 from bapo_megatron.types import (
@@ -21,6 +23,7 @@ from bapo_megatron.types import (
     Sample,
     WrittenSpan,
 )
+from tests.config.files import run_config
 from tests.data.samples import add_branch
 from tests.trainer.dumps import ONE_RANK
 
@@ -234,6 +237,11 @@ def test_episodes_that_ended_for_a_masked_reason_stay_in_the_baseline(
         assert weight_Q == [pytest.approx(1 / num_trained)] * length
     right, wrong = pytest.approx(2 / 3), pytest.approx(-1 / 3)
     assert _advantages(update) == {n: right if n in (0, 3) else wrong for n in weights}
+
+
+def test_a_setting_masks_episodes_whose_environment_failed() -> None:
+    settings = flat_settings(run_config(Path("run"), rollout={"episodes": {"on_error": "mask"}}))
+    assert masked_reasons(settings) == {FinishReason.ENVIRONMENT}
 
 
 def test_an_episode_without_a_sampled_token_is_not_computed() -> None:
