@@ -7,7 +7,7 @@ from tests.distributed_launch import run_ranks
 
 @pytest.fixture(scope="session")
 def measured() -> dict[str, Any]:
-    """What Megatron builds, keeps and sends (tests/tools/planning/measured.py).
+    """What Megatron builds and keeps (tests/tools/planning/measured.py).
 
     Each part is measured when a test first asks for it.
     """

@@ -1,4 +1,4 @@
-"""Parameters, state and activations of a plan: what Megatron builds, allocates and keeps."""
+"""Parameters and activations of a plan: what Megatron builds and keeps."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,36 +12,34 @@ from bapo_megatron.tools.planning.memory import (
     logits_bytes,
     model_parameters,
     norm_bytes,
-    plan_memory,
     recomputed_bytes,
     stage_parameters,
     workspace_bytes,
 )
-from bapo_megatron.tools.planning.scenario import Layout, plan_workload
+from bapo_megatron.tools.planning.scenario import Layout, configured_layout
 from tests.tools.planning.cases import (
-    IN_FLIGHT,
     LENGTHS,
-    PARAMETERS,
     SAVED,
-    STATE,
     layout_of,
+    parameter_cases,
     published,
     scenario,
     small_model,
 )
 
 TOKENS = sum(LENGTHS)
+CASES = parameter_cases()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PARAMETERS)
+@pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_stage_has_the_parameters_that_megatron_builds(
-    case: str, measured: dict[str, Any]
+    number: int, measured: dict[str, Any]
 ) -> None:
-    model, parallel = PARAMETERS[case]
-    hf, layout = published(model), layout_of(parallel)
+    model, parallel = CASES[number]
+    hf, layout = published(model), configured_layout(parallel, None)
     planned = [stage_parameters(hf, layout, stage) for stage in range(layout.pipeline)]
-    assert planned == [sum(chunks) for chunks in measured["parameters"][case]]
+    assert planned == [sum(chunks) for chunks in measured["parameters"][number]]
 
 
 def test_biases_of_all_projections_of_attention_are_counted() -> None:
@@ -64,25 +62,6 @@ def test_biases_of_all_projections_of_attention_are_counted() -> None:
 )
 def test_a_whole_model_has_its_published_number_of_parameters(model: str, parameters: int) -> None:
     assert model_parameters(published(model)) == parameters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", STATE)
-def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
-    dtype, parallel, megatron = STATE[case]
-    run = scenario(
-        small_model("qwen2", 4),
-        layout_of(parallel),
-        model={"path": "x", "dtype": dtype},
-        parallel=parallel,
-        megatron=megatron,
-    )
-    (memory,) = plan_memory(run, plan_workload(run))
-    state = measured["state"][case]
-    assert memory.weights_bytes == state["weights"]
-    # Buffers are padded to multiples of 128 elements, and each parameter in them to 64.
-    assert memory.gradients_bytes == pytest.approx(state["gradients"], rel=2e-3)
-    assert memory.optimizer_bytes == pytest.approx(state["masters"] + state["moments"], rel=2e-3)
 
 
 @pytest.mark.slow
@@ -141,14 +120,21 @@ def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> No
     assert logits_bytes(scenario(hf, layout), 65536) > 65536 * 2 * columns
 
 
-@pytest.mark.slow
-def test_chunks_in_flight_are_those_of_megatron_s_schedules(measured: dict[str, Any]) -> None:
-    planned = [
-        [
-            chunks_in_flight(Layout(pipeline=pipeline, virtual=virtual), stage, micro_batches)
-            for stage in range(pipeline)
-        ]
-        for pipeline, virtual, micro_batches in IN_FLIGHT
-    ]
-    assert planned == measured["in_flight"]
-    assert planned[2] == [4, 3, 2, 1]
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "micro_batches", "waiting"),
+    [
+        (1, 1, 8, [1]),
+        (4, 1, 8, [4, 3, 2, 1]),
+        (4, 1, 2, [2, 2, 2, 1]),
+        # A stage waits for twice as many chunks as there are stages behind it, and for p of each
+        # of its chunks but one.
+        (4, 2, 8, [11, 9, 7, 5]),
+        (4, 4, 4, [16, 16, 15, 13]),
+    ],
+)
+def test_chunks_in_flight_are_those_of_megatron_s_schedules(
+    pipeline: int, virtual: int, micro_batches: int, waiting: list[int]
+) -> None:
+    layout = Layout(pipeline=pipeline, virtual=virtual)
+    stages = range(pipeline)
+    assert [chunks_in_flight(layout, stage, micro_batches) for stage in stages] == waiting
