@@ -39,9 +39,9 @@ def config_file(tmp_path, tokenizer_dir):
     return path
 
 
-def printed(report, **console):
+def printed(report):
     stream = io.StringIO()
-    print_data(Console(file=stream, width=300, **console), report)
+    print_data(Console(file=stream, width=300), report)
     return stream.getvalue()
 
 
@@ -104,19 +104,6 @@ def test_a_pipe_gets_markdown(config_file):
     (start,) = [n for n, line in enumerate(lines) if line.startswith("### train · sums.jsonl:0 · ")]
     text = [f"    {line}" for line in rendered("What is 0+1?").splitlines()]
     assert lines[start + 1 : start + 3 + len(text)] == ["- row: {}", "", *text]
-
-
-def test_markup_in_a_prompt_is_shown_and_not_obeyed(config_file, tmp_path):
-    nasty = {"prompt": "[bold]x[/] ```\ncode\n``` [/nope]\x1b[2J", "answer": "[red]\x9b2J"}
-    write_jsonl(tmp_path / "nasty.jsonl", nasty)
-    config = load_config(config_file, [f"data.train={{path: {tmp_path}/nasty.jsonl, name: '[a]'}}"])
-    report = inspect_data(config, num_rows=1)
-
-    for text in (printed(report), printed(report, force_terminal=True, no_color=True)):
-        for shown in ("[bold]x[/] ```", "answer [red]", "[a]", "[/nope]␛[2J"):
-            assert shown in text
-        assert "\x1b[2J" not in text
-        assert "\x9b" not in text
 
 
 def test_lengths_are_quantiles_by_nearest_rank():

@@ -10,6 +10,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -62,36 +63,29 @@ def cheap(tmp_path):
 
 @contextlib.contextmanager
 def grading_from_pipe(*arguments: str) -> Iterator[Any]:
-    """Start it with open pipes; it gets lines with ``send``."""
-    process: Any = subprocess.Popen(
-        [sys.executable, "-m", "bapo_megatron", "grade", "-", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=REPOSITORY,
-    )
+    """Start it with open pipes."""
+    program = [sys.executable, "-m", "bapo_megatron", "grade", "-", *arguments]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(program, cwd=REPOSITORY, text=True, bufsize=1, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
-    def send(*lines: str) -> None:
-        process.stdin.write("".join(lines).encode())
-        process.stdin.flush()
 
-    process.send = send
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, process.stderr):
-            stream.close()
+def grade_here(responses: Path, functions: Any = (EVEN_LENGTH,)) -> None:
+    """Grade a file in this process to the file ``results`` beside it."""
+    rewards = RewardConfig.model_validate({"functions": functions, "workers": 1})
+    with responses.with_name("results").open("w") as results:
+        run_async(grade_file(responses, rewards, output=results.fileno()))
 
 
 def test_a_function_that_scores_whole_groups_is_refused(responses):
     responses.write_text(line_of("x", "y"))
     functions = [{"name": "rank", "function": "tests.reward.own_functions:OfGroups.rank"}]
-    rewards = RewardConfig.model_validate({"functions": functions, "workers": 1})
 
     with pytest.raises(RewardError, match=r"reward\.functions: 'rank' "):
-        run_async(grade_file(responses, rewards, output=1))
+        grade_here(responses, functions)
 
 
 def test_every_line_gets_a_line_in_order(responses):
@@ -155,24 +149,34 @@ def test_a_fault_of_a_line_is_named(bad, message):
     assert "\n" not in str(raised.value)
 
 
-ENDLESS, INVALID = b"x" * (5 << 20), b"\n{\n"
-
-
-@pytest.mark.parametrize("rest", [ENDLESS, INVALID], ids=["endless", "invalid"])
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [(b"x" * (5 << 20), "2: longer than 3 MB"), (b"\n{\n", "3: not valid JSON")],
+    ids=["endless", "invalid"],
+)
 def test_results_before_a_fault_come_and_a_line_without_an_end_does_not_fill_memory(
-    tmp_path, responses, monkeypatch, rest
+    responses, monkeypatch, rest, message
 ):
     monkeypatch.setattr("bapo_megatron.commands.grade.MAX_LINE_BYTES", 3 << 20)
     responses.write_bytes(line_of("even", "1").encode() + rest)
-    results = os.open(tmp_path / "results", os.O_CREAT | os.O_RDWR)
-    rewards = RewardConfig.model_validate({"functions": [EVEN_LENGTH], "workers": 1})
 
-    message = "2: longer than 3 MB" if rest is ENDLESS else "3: not valid JSON"
     with pytest.raises(ValueError, match=rf"responses\.jsonl:{message}"):
-        run_async(grade_file(responses, rewards, output=results))
+        grade_here(responses)
 
-    assert json.loads(os.pread(results, 1000, 0))["score"] == 1.0
-    os.close(results)
+    assert json.loads(responses.with_name("results").read_text())["score"] == 1.0
+
+
+def test_a_large_file_is_graded_in_bounded_memory(responses):
+    responses.write_text(line_of("x" * 20_000, "3") * 1500)  # 30 MB
+    tracemalloc.start()
+    try:
+        grade_here(responses)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert responses.with_name("results").read_text().count('"score": 1.0') == 1500
+    assert peak_bytes < 15_000_000
 
 
 @pytest.mark.parametrize(
@@ -198,18 +202,19 @@ def test_a_file_or_function_that_is_not_there_is_one_line(tmp_path, capfd, argum
 
 def test_results_come_while_the_input_is_still_open_and_a_closed_pipe_ends_it(cheap):
     with grading_from_pipe("--config", str(cheap)) as grading:
-        grading.send(line_of("even", "1"))
+        grading.stdin.write(line_of("even", "1"))
         assert json.loads(grading.stdout.readline())["score"] == 1.0
         grading.stdout.close()
-        grading.send(line_of("even", "1") * 3)
+        grading.stdin.write(line_of("even", "1") * 3)
         assert grading.wait(20) == 141
-        assert grading.stderr.read() == b""
+        assert grading.stderr.read() == ""
 
 
 def test_an_interrupt_ends_it_and_its_workers_at_once(config):
     limit_s = 120
     with grading_from_pipe("--config", str(config), f"reward.timeout_s={limit_s}") as grading:
-        grading.send(line_of(r"\boxed{1}", "1", level=1), line_of(HANGING, "1", level=1))
+        lines = [line_of(response, "1", level=1) for response in (r"\boxed{1}", HANGING)]
+        grading.stdin.writelines(lines)
         assert grading.stdout.readline()
         workers = psutil.Process(grading.pid).children()
         assert workers
@@ -217,22 +222,5 @@ def test_an_interrupt_ends_it_and_its_workers_at_once(config):
         os.kill(grading.pid, signal.SIGINT)
         assert grading.wait(60) == 130
         assert time.monotonic() - start_s < limit_s / 4
-        assert grading.stderr.read() == b"bapo-megatron: interrupted\n"
+        assert grading.stderr.read() == "bapo-megatron: interrupted\n"
         assert psutil.wait_procs(workers, timeout=30)[1] == []
-
-
-def test_a_large_file_is_graded_in_bounded_memory(tmp_path, responses):
-    responses.write_text(line_of("x" * 20_000, "3") * 1500)  # 30 MB
-    results = os.open(tmp_path / "results", os.O_CREAT | os.O_RDWR)
-    rewards = RewardConfig.model_validate({"functions": [EVEN_LENGTH], "workers": 1})
-
-    tracemalloc.start()
-    try:
-        run_async(grade_file(responses, rewards, output=results))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-        os.close(results)
-
-    assert (tmp_path / "results").read_text().count('"score": 1.0') == 1500
-    assert peak_bytes < 15_000_000

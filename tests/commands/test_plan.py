@@ -2,34 +2,43 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch import run
+from bapo_megatron import cli
 from tests.tools.planning.cases import MODELS
 
-MODEL = str(MODELS / "deepseek-r1-distill-qwen-7b.json")
+MODEL = ("--model-config", str(MODELS / "deepseek-r1-distill-qwen-7b.json"))
+RunPlan = Callable[..., str]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> str:
-    path = tmp_path / "run.yaml"
-    path.write_text(
+def plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> RunPlan:
+    """Returns what the command prints about a configuration, on 100 columns."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
         "name: run\nrun_dir: runs/run\nmodel: {path: models/absent}\n"
         "parallel: {tensor: 2, pipeline: 2, context: 2}\n"
         "rollout: {max_response_tokens: 6144}\n"
     )
-    return str(path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*arguments: str) -> str:
+        cli.app(["plan", str(config), *arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_tables_are_readable_on_100_columns(config: str) -> None:
-    arguments = ["plan", config, "--model-config", MODEL, "--gpus", "16", "--gpu-memory", "80"]
-    result = run([*arguments, "log.gpu_hour_cost=2.5"], environment={"COLUMNS": "100"})
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_the_tables_are_readable_on_100_columns(plan: RunPlan) -> None:
+    shown = plan(*MODEL, "--gpus", "16", "--gpu-memory", "80", "log.gpu_hour_cost=2.5")
+    lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
-    assert "…" not in result.stdout  # nothing is cut off
+    assert "…" not in shown  # nothing is cut off
     for heading in (
         *("Trainer memory per GPU", "GB one GPU sends in a step", "Estimated time of a step"),
         *("Disk under run_dir, GB", "layouts of 16 GPUs", "Assumptions"),
@@ -40,81 +49,64 @@ def test_the_tables_are_readable_on_100_columns(config: str) -> None:
     assert sum(line.lstrip().startswith("→") for line in lines) == 1
 
 
-def test_json_holds_every_figure(config: str) -> None:
-    result = run(["plan", config, "--model-config", MODEL, "--gpus", "16", "--json"])
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)
-    assert list(plan["layout"].values()) == [2, False, 2, 1, 2, 2, 1, None]
-    assert [stage["stage"] for stage in plan["stages"]] == [0, 1]
-    for stage in plan["stages"]:
+def test_options_and_overrides_change_the_plan_and_json_holds_every_figure(plan: RunPlan) -> None:
+    options = ("--gpu", "b200", "--mfu", "0.5", "--response-tokens", "1000", "--gpus", "8")
+    rollout = ("--rollout-gpus", "3", "--rollout-tokens-per-s", "2000")
+    figures = json.loads(plan("parallel.context=1", *MODEL, *options, *rollout, "--json"))
+    assert list(figures["layout"].values()) == [2, False, 2, 1, 1, 2, 1, None]
+    assumptions = figures["assumptions"]
+    assert (assumptions["gpu"]["name"], assumptions["gpu_memory_bytes"]) == ("B200", 180e9)
+    assert (assumptions["mfu_share"], assumptions["response_tokens"]) == (0.5, 1000)
+    assert [stage["stage"] for stage in figures["stages"]] == [0, 1]
+    for stage in figures["stages"]:
         parts = [stage[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer")]
         passing = max(stage["logits_bytes"], stage["workspace_bytes"])
         assert stage["total_bytes"] == sum(parts) + stage["activations_bytes"] + passing
-    assert list(plan["sent_bytes"]) == ["tensor", "context", "pipeline", "data"]
-    assert all(sent > 0 for sent in plan["sent_bytes"].values())
-    assert len(plan["phases"]) == 5
-    assert plan["step_s"] == pytest.approx(sum(phase["seconds"] for phase in plan["phases"]))
-    # 16 trainer and as many rollout GPUs.
-    assert plan["gpu_hours_per_step"] == pytest.approx(plan["step_s"] * 32 / 3600)
-    assert plan["gpu_hour_cost"] is None
-
-
-def test_options_and_overrides_change_the_plan(config: str) -> None:
-    result = run(
-        [
-            *("plan", config, "parallel.pipeline=1", "--model-config", MODEL, "--json"),
-            *("--gpu", "b200", "--mfu", "0.5", "--response-tokens", "1000"),
-            *("--rollout-gpus", "3", "--rollout-tokens-per-s", "2000"),
-        ]
-    )
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)
-    assert (plan["gpus"], plan["layout"]["pipeline"]) == (4, 1)
-    assumptions = plan["assumptions"]
-    assert (assumptions["gpu"]["name"], assumptions["gpu_memory_bytes"]) == ("B200", 180e9)
-    assert (assumptions["mfu_share"], assumptions["response_tokens"]) == (0.5, 1000)
+    sent = figures["sent_bytes"]
+    assert [group for group in sent if sent[group]] == ["tensor", "pipeline", "data"]
     # 512 responses of 1000 tokens at 6000 tokens per second.
-    assert plan["phases"][0]["seconds"] == pytest.approx(512 * 1000 / 6000)
+    assert figures["phases"][0]["seconds"] == pytest.approx(512 * 1000 / 6000)
+    assert figures["step_s"] == pytest.approx(sum(p["seconds"] for p in figures["phases"]))
+    assert figures["gpu_hours_per_step"] == pytest.approx(figures["step_s"] * 11 / 3600)
+    assert figures["gpu_hour_cost"] is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        ([], 1, "models/absent/config.json'; give a config.json by --model-config"),
-        (["--model-config", "none.json"], 1, "none.json: no such file"),
-        (["--model-config", MODEL, "--gpus", "12"], 1, "--gpus: must be a multiple of"),
-        (["--model-config", MODEL, "--gpu", "h1000"], 1, "--gpu: must be one of A100, H100"),
-        (["--model-config", MODEL, "parallel.tensor=3"], 2, "num_attention_heads = 28"),
-        (["--model-config", MODEL, "rollout.max_response_tokens=131072"], 2, "131072 positions"),
+        ((), 1, "models/absent/config.json'; give a config.json by --model-config"),
+        (("--model-config", "none.json"), 1, "none.json: no such file"),
+        ((*MODEL, "parallel.tensor=3"), 2, "num_attention_heads = 28"),
     ],
 )
 def test_what_is_wrong_is_one_line(
-    config: str, arguments: list[str], status: int, message: str
+    plan: RunPlan,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    status: int,
+    message: str,
 ) -> None:
-    result = run(["plan", config, *arguments])
-    assert result.returncode == status
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
+    with pytest.raises((OSError, ValueError)) as caught:
+        plan(*arguments)
+    assert cli._report(caught.value) == status
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), message in err) == ("", 1, True)
 
 
 def test_a_teacher_s_table_fits_100_columns_and_its_model_is_read(
-    config: str, tmp_path: Path
+    plan: RunPlan, tmp_path: Path
 ) -> None:
     distilled = ["algorithm.distillation.coefficient=1", "algorithm.distillation.loss=forward_kl"]
     distilled += [f"algorithm.distillation.teacher.path={tmp_path}", "ops.logits_chunk_tokens=1024"]
-    distilled += ["algorithm.distillation.teacher.memory=host"]
-    arguments = ["plan", config, *distilled, "--model-config", MODEL]
-    missing = run(arguments)
-    assert missing.returncode == 1
-    assert len(missing.stderr.splitlines()) == 1
-    assert f"algorithm.distillation.teacher.path: no such file '{tmp_path}" in missing.stderr
+    distilled += ["algorithm.distillation.teacher.memory=host", *MODEL]
+    missing = rf"^algorithm\.distillation\.teacher\.path: no such file '{tmp_path}"
+    with pytest.raises(ValueError, match=missing):
+        plan(*distilled)
 
     shutil.copy(MODELS / "deepseek-r1-distill-qwen-32b.json", tmp_path / "config.json")
-    result = run(arguments, environment={"COLUMNS": "100"})
-    assert result.returncode == 0, result.stderr
-    assert max(map(len, result.stdout.splitlines())) <= 100
-    words = " ".join(result.stdout.split())
+    shown = plan(*distilled)
+    assert max(map(len, shown.splitlines())) <= 100
+    words = " ".join(shown.split())
     for text in (
         "frozen: algorithm.distillation.teacher, 32,763,876,352 parameters",
         "stage weights teacher's hidden states scoring host memory",
@@ -124,6 +116,3 @@ def test_a_teacher_s_table_fits_100_columns_and_its_model_is_read(
         "copies from host memory: 25 GB/s per GPU",
     ):
         assert text in words, text
-    plan = json.loads(run([*arguments, "--json"]).stdout)
-    first, last = (stage["host_bytes"] for stage in plan["stages"])
-    assert plan["host_bytes_per_node"] == 4 * first + 4 * last

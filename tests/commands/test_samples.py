@@ -19,7 +19,6 @@ from bapo_megatron.types import FinishReason, Group, RolloutBatch, SampleText, V
 from tests.data.samples import add_branch, make_episode, make_sample
 from tests.tools.report.made_runs import SCRIPT, make_run
 
-NASTY = "[bold]x[/] ```\ncode\n``` [/nope]\x1b[31m\x9b2J</script>\u202e"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 """Characters that no output may hold, apart from the console's own colours."""
 
@@ -33,16 +32,6 @@ def dump(tmp_path: Path) -> Path:
     path = tmp_path / "rollouts" / "step_000005.parquet"
     write_batch(path, RolloutBatch(step=5, version=9, groups=(Group(0, samples),)))
     return path
-
-
-@pytest.fixture
-def texts(dump: Path) -> None:
-    turns = ("add 3 4", "7 [red]", "mul 7 2", "14", NASTY)
-    beside = [
-        SampleText(0, 0, "(3 + 4) · 2?", "14", NASTY, turns, "x\x1b", "different"),
-        SampleText(0, 1, "(3 + 4) · 2?", "14", "It is 14."),
-    ]
-    write_texts(dump, 5, beside)
 
 
 @pytest.fixture
@@ -75,9 +64,9 @@ def report_of(dump: Path, num_samples: int) -> dict[str, Any]:
     return inspect_step(dump, step, step.batch.samples, num_samples)
 
 
-def printed(report: dict[str, Any], **console: Any) -> str:
+def printed(report: dict[str, Any]) -> str:
     stream = io.StringIO()
-    print_step(Console(file=stream, width=300, **console), report)
+    print_step(Console(file=stream, width=300), report)
     return stream.getvalue()
 
 
@@ -99,8 +88,13 @@ TURNS = [
 ]
 
 
-@pytest.mark.usefixtures("texts")
 def test_a_response_is_shown_by_turns_with_what_its_reward_is_made_of(dump: Path) -> None:
+    turns = ("add 3 4", "7 [red]", "mul 7 2", "14", "it is")
+    beside = [
+        SampleText(0, 0, "(3 + 4) · 2?", "14", "it is", turns, "x\x1b", "different"),
+        SampleText(0, 1, "(3 + 4) · 2?", "14", "It is 14."),
+    ]
+    write_texts(dump, 5, beside)
     report = report_of(dump, 1)
     (sample,) = report["samples"]
     assert (sample["finish_reason"], sample["reward"], sample["advantage"]) == ("turns", 0.0, None)
@@ -143,17 +137,6 @@ def test_further_sequences_of_an_episode_follow_the_first(dump: Path) -> None:
         "**sequence 2 · turn 1 · environment · 2 tokens**",
         "**sequence 2 · turn 2 · policy · 4 tokens**",
     ]
-
-
-@pytest.mark.usefixtures("texts")
-def test_what_a_model_wrote_is_neither_markup_nor_a_control_sequence(dump: Path) -> None:
-    report = report_of(dump, 1)
-    shown = printed(report, force_terminal=True, no_color=True, color_system=None)
-
-    for text in (printed(report), shown):
-        assert "    [bold]x[/] ```\n    code\n    ``` [/nope]␛[31m�2J</script>" in text
-        assert "7 [red]" in text
-        assert not OBEYED.search(text)
 
 
 def test_json_of_an_attack_has_no_character_that_a_terminal_obeys(

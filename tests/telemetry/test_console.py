@@ -125,19 +125,19 @@ def test_progress_in_a_log_is_one_line_without_markup_and_may_fail(capsys, monke
 
 
 def test_tables_and_entries_show_texts_as_they_are_and_no_text_ends_its_block() -> None:
-    rows, out = [["[red]a|b[/]", "a\r\nb\n"]], io.StringIO()
+    rows, out = [["[red]a|b[/]\x1b", "a\r\nb\n"]], io.StringIO()
     for terminal in (True, False):
         console = Console(file=out, width=60, force_terminal=terminal, color_system=None)
         print_table(console, "of [/x]", ["set", "[n]"], rows, num_left=1)
     # A line of Markdown is a row.
-    piped = "| set | [n] |\n| --- | ---: |\n| [red]a\\|b[/] | a b |\n"
+    piped = "| set | [n] |\n| --- | ---: |\n| [red]a\\|b[/]␛ | a b |\n"
     drawn = out.getvalue().removesuffix(piped)
     assert drawn != out.getvalue()
-    assert all(text in drawn for text in ("of [/x]", "[n]", "[red]a|b[/]"))
+    assert all(text in drawn for text in ("of [/x]", "[n]", "[red]a|b[/]␛"))
 
     out = io.StringIO()
-    parts = [("fact", "x: 1"), ("heading", "prompt"), ("prompt", "[a]\n\n```\x1b\n# b")]
-    print_entry(Console(file=out, width=8), "group 0 · long title", parts)
+    parts = [("fact", "x: \x1b"), ("heading", "[/p]\x9b\u202e"), ("prompt", "[a]\n\n```\x1b\n# b")]
+    print_entry(Console(file=out, width=8), "group 0 · long title\x1b", parts)
     assert out.getvalue() == (
-        "\n### group 0 · long title\n- x: 1\n\n**prompt**\n\n    [a]\n\n    ```␛\n    # b\n"
+        "\n### group 0 · long title␛\n- x: ␛\n\n**[/p]��**\n\n    [a]\n\n    ```␛\n    # b\n"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron import cli
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.tools.compare import (
@@ -20,7 +21,6 @@ from bapo_megatron.tools.compare import (
 )
 from bapo_megatron.types import EvalProblem, EvalResult
 from tests.evaluation.results import result
-from tests.launch import run
 
 
 def scored(seed: int, num_right: int, **options: Any) -> EvalResult:
@@ -138,27 +138,29 @@ def test_what_is_no_group_is_refused_in_one_line(tmp_path: Path) -> None:
             read_group([first, other])
 
 
-@pytest.mark.slow
-def test_compare_says_whether_its_interval_is_about_problems_or_seeds(tmp_path: Path) -> None:
+def test_compare_says_whether_its_interval_is_about_problems_or_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def shown(*arguments: str) -> str:
+        cli.app(["compare", *arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
     for name, rights in {"grpo": (3, 4, 5), "bapo": (5, 5, 9)}.items():
         for seed, num_right in enumerate(rights):
             evaluated(tmp_path / name / f"seed{seed}", seed, num_right)
     grpo, bapo = str(tmp_path / "grpo"), str(tmp_path / "bapo")
 
-    by_seed = run(["compare", grpo, bapo])
-    assert by_seed.returncode == 0, by_seed.stderr
+    by_seed = shown(grpo, bapo)
     for cell in ("40.00%", "63.33%", "+23.33%", "-14.61% … +61.28%", "0.1181"):
-        assert cell in by_seed.stdout
-    assert "sums: 30 problems over 3 seeds\nruns paired by seed 0, 1, 2\n" in by_seed.stdout
-    assert "across seeds, not problems" in by_seed.stdout
-    (comparison,) = json.loads(run(["compare", grpo, bapo, "--json"]).stdout)
+        assert cell in by_seed
+    assert "sums: 30 problems over 3 seeds\nruns paired by seed 0, 1, 2\n" in by_seed
+    assert "across seeds, not problems" in by_seed
+    (comparison,) = json.loads(shown(grpo, bapo, "--json"))
     assert comparison["seeds"] == [0, 1, 2]
 
-    by_problem = run(["compare", f"{grpo}/seed0", f"{bapo}/seed0", "--resamples", "200"])
-    assert by_problem.returncode == 0, by_problem.stderr
-    assert "across problems, not seeds" in by_problem.stdout
-    assert "+20.00%" in by_problem.stdout
+    by_problem = shown(f"{grpo}/seed0", f"{bapo}/seed0", "--resamples", "200")
+    assert "across problems, not seeds" in by_problem
+    assert "+20.00%" in by_problem
 
-    mixed = run(["compare", grpo, f"{bapo}/seed0"])
-    assert mixed.returncode != 0
-    assert f"{grpo} is a group of runs, {bapo}/seed0 is not" in mixed.stderr
+    with pytest.raises(ResultsError, match=f"{grpo} is a group of runs, {bapo}/seed0 is not"):
+        shown(grpo, f"{bapo}/seed0")
