@@ -37,6 +37,8 @@ def test_what_is_not_read_or_used_need_not_be_there(check):
     check("replay=dumps", "train.steps=2", *no_prompts, "algorithm.updates_per_batch=2")
     layout = ["algorithm.updates_per_batch=5", "train.max_tokens_per_micro_batch=8"]
     check_generate_config(load_config(Path("run.yaml"), [*layout, "parallel.tensor=5"]))
+    no_training = ["data.train=null", "algorithm.updates_per_batch=5", f"{RESPONSE}=9999"]
+    check_eval_config(load_config(Path("run.yaml"), no_training))
     Path("train.jsonl").unlink()
     check_config(load_config(Path("run.yaml"), ()), world_size=1, owns_files=False)
 
@@ -147,32 +149,24 @@ def test_a_token_of_a_service_must_be_in_its_variable(monkeypatch):
     check_rewards(RewardConfig().functions)
 
 
-@pytest.mark.usefixtures("check")
-def test_an_evaluation_needs_sets_but_nothing_of_training():
-    no_training = ["data.train=null", "algorithm.updates_per_batch=5", f"{RESPONSE}=9999"]
-    check_eval_config(load_config(Path("run.yaml"), no_training))
-    for overrides, message in (
-        (["eval.sets=[]"], "eval.sets: needs at least one set, got none"),
-        (["eval.max_response_tokens=501"], "eval.max_response_tokens: must leave room"),
-        (["eval.sets=[{path: no.jsonl}]"], "eval.sets[0].path: no such file '{}/no.jsonl'"),
-    ):
-        with pytest.raises(ConfigError, match=f"^{re.escape(message.format(Path.cwd()))}"):
-            check_eval_config(load_config(Path("run.yaml"), overrides))
-
-
 @pytest.mark.parametrize(
-    ("override", "key"),
+    ("check_command", "override", "message"),
     [
-        ("replay=dumps", "replay"),
-        ("data.train=null", "data.train"),
-        ("data.train.path=missing.jsonl", "data.train.path"),
-        ("rollout.max_response_tokens=501", "rollout.max_response_tokens"),
+        (check_eval_config, "eval.sets=[]", "eval.sets: needs at least one set, got none"),
+        (check_eval_config, "eval.max_response_tokens=501", "eval.max_response_tokens: must leave"),
+        (check_eval_config, "eval.sets=[{path: no.jsonl}]", "eval.sets[0].path: no such file "),
+        (check_generate_config, "replay=dumps", "replay: "),
+        (check_generate_config, "data.train=null", "data.train: "),
+        (check_generate_config, "data.train.path=missing.jsonl", "data.train.path: "),
+        (check_generate_config, f"{RESPONSE}=501", f"{RESPONSE}: "),
     ],
 )
 @pytest.mark.usefixtures("check")
-def test_generation_is_refused_with_what_it_cannot_use(override, key):
-    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: .*;"):
-        check_generate_config(load_config(Path("run.yaml"), [override]))
+def test_evaluation_and_generation_are_refused_with_what_they_cannot_use(
+    check_command, override, message
+):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}.*;"):
+        check_command(load_config(Path("run.yaml"), [override]))
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "generate"])

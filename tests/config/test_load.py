@@ -1,12 +1,13 @@
 import gc
+import operator
 import os
 import re
 from pathlib import Path
 
 import pytest
 
-from bapo_megatron.algorithm.objectives.bapo import BapoConfig
-from bapo_megatron.config.load import ConfigError, dump_yaml, load_config, parse_section
+from bapo_megatron.config.evaluation import EvalSetConfig
+from bapo_megatron.config.load import dump_yaml, load_config
 from bapo_megatron.config.schema import RunConfig
 from tests.config.files import BASE, error_of, write
 
@@ -28,56 +29,50 @@ def test_overrides_stand_above_the_file_which_stands_above_its_base(folder):
     write(folder / "deep", text, "b.yaml")
     path = write(folder, "inherit: deep/b.yaml\nname: c\nrollout: {temperature: 0.7}\n")
 
+    config = load_config(path, ["rollout.temperature=0.6"])
+
+    rollout = config.rollout
+    assert (config.name, rollout.temperature, rollout.groups_per_step) == ("c", 0.6, 16)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("optimizer.lr=2e-4", 0.0002),
+        ("rollout.server.max_total_tokens=null", None),
+        ("rollout.servers=[http://a:1, http://b:2]", ("http://a:1", "http://b:2")),
+        ("eval.sets=[{path: /x.jsonl, name: x}]", (EvalSetConfig(path="/x.jsonl", name="x"),)),
+        ("algorithm.objective=mine:loss", "mine:loss"),
+        # Texts arrive exactly as given.
+        ("log.wandb_project=", ""),
+        ("log.wandb_group=2024", "2024"),
+        ("data.chat_template=null", None),
+        ("data.prompt_suffix=Put it in \\boxed{}.", "Put it in \\boxed{}."),
+        ("data.prompt_suffix= Put your answer after ####.", " Put your answer after ####."),
+        ("data.system_prompt=Rule: be brief\nand [right", "Rule: be brief\nand [right"),
+        (r'data.prompt_suffix="\n #1"', "\n #1"),
+        ("run_dir=/runs/a #b", Path("/runs/a #b")),
+        ("data.train.path=/x #y.jsonl", Path("/x #y.jsonl")),
+    ],
+)
+def test_an_override_is_read_by_the_type_of_its_key(folder, override, value):
+    config = load_config(folder / "base.yaml", [override])
+    assert operator.attrgetter(override.partition("=")[0])(config) == value
+
+
+def test_an_override_may_need_another_one(folder):
     config = load_config(
-        path,
+        folder / "base.yaml",
         [
-            "rollout.temperature=0.6",
-            "algorithm.objective=clip",
-            "rollout.servers=[http://127.0.0.1:1, http://127.0.0.1:2]",
-            "optimizer.lr=2e-4",
-            "rollout.server.max_total_tokens=null",
-            "log.wandb_project=",
-            "data.prompt_suffix=Put it in \\boxed{}.",
-            "eval.sets=[{path: x.jsonl, name: x}]",
+            "algorithm.objective_options.note= a #b",
+            "algorithm.objective_options.scale=2.5",
+            "algorithm.objective=mine:loss",
             "algorithm.distillation.teacher.servers=[http://a:1]",
             "algorithm.distillation.teacher.engine=sglang",
         ],
     )
-
-    assert config.name == "c"
     assert config.algorithm.distillation.teacher.servers == ("http://a:1",)
-    assert config.rollout.temperature == 0.6
-    assert config.rollout.groups_per_step == 16
-    assert config.rollout.servers == ("http://127.0.0.1:1", "http://127.0.0.1:2")
-    assert config.algorithm.objective == "clip"
-    assert config.optimizer.lr == 0.0002
-    assert config.log.wandb_project == ""
-    assert config.data.prompt_suffix == "Put it in \\boxed{}."
-    assert config.eval.sets[0].path == Path("x.jsonl").absolute()
-
-
-def test_text_overrides_arrive_exactly_as_given(folder):
-    config = load_config(
-        folder / "base.yaml",
-        [
-            "data.prompt_suffix= Put your answer after ####.",
-            "data.system_prompt=Rule: be brief\nand [right",
-            "run_dir=runs/a #b",
-            "data.train.path=x #y.jsonl",
-            "log.wandb_group=2024",
-            "data.chat_template=null",
-            "algorithm.objective=mine:loss",
-            "algorithm.objective_options.note= a #b",
-            "algorithm.objective_options.scale=2.5",
-        ],
-    )
-    assert config.data.prompt_suffix == " Put your answer after ####."
-    assert config.data.system_prompt == "Rule: be brief\nand [right"
-    assert (config.run_dir.name, config.data.train_sets[0].path.name) == ("a #b", "x #y.jsonl")
-    assert (config.log.wandb_group, config.data.chat_template) == ("2024", None)
     assert config.algorithm.objective_options == {"note": " a #b", "scale": 2.5}
-    quoted = load_config(folder / "base.yaml", [r'data.prompt_suffix="\n #1"']).data
-    assert quoted.prompt_suffix == "\n #1"
 
 
 def test_the_resolved_configuration_reads_back_equal(folder, tmp_path):
@@ -134,14 +129,6 @@ def test_the_layer_that_holds_the_error_is_named(folder):
 
 
 @pytest.mark.parametrize(
-    "override", ["seed", "=3", "a b=3", "seed:3", "eval.sets.0.path=x", "--seed=3"]
-)
-def test_an_override_that_is_no_assignment_is_refused(folder, override):
-    message = error_of(folder / "base.yaml", override)
-    assert message.startswith(f"override '{override}': must be dotted.key=value")
-
-
-@pytest.mark.parametrize(
     ("override", "problem"),
     [
         ("rollout.servers=[a", "not valid YAML: .*; quote the value, or close its brackets"),
@@ -151,6 +138,10 @@ def test_an_override_that_is_no_assignment_is_refused(folder, override):
         ("seed=!!binary aGk=", "not JSON serializable"),
         ("run_dir=", "'run_dir' must be a path"),
         ("run_dir= ", "'run_dir' must be a path"),
+        *(
+            (text, f"^override '{text}': must be dotted.key=value")
+            for text in ("seed", "=3", "a b=3", "seed:3", "eval.sets.0.path=x", "--seed=3")
+        ),
     ],
 )
 def test_an_override_that_cannot_be_read_is_refused(folder, override, problem):
@@ -191,23 +182,6 @@ def test_what_is_no_text_file_is_refused(folder):
         message = error_of(Path(f"configs/{name}.yaml"))
         assert message.startswith(f"configs/{name}.yaml: ")
         assert message.endswith("; give a readable YAML file")
-
-
-def test_a_section_is_parsed_from_options():
-    config = parse_section(BapoConfig, {"preset": "recipe", "contribution": "gradient"}, "options")
-
-    assert (config.contribution, config.measure) == ("gradient", "ratio")
-    for options, message in (
-        ({"preset": "x"}, "'preset' must be 'paper' or 'recipe', got 'x'"),
-        ({"preset": []}, "'preset' must be 'paper' or 'recipe', got "),
-        ({"taget": 0.4}, "unknown key 'taget'; did you mean 'target'"),
-        ({"zzz": 1}, "unknown key 'zzz'; its section's keys: preset, target"),
-        ({"target": 1.5}, "'target' must be below 1 with this measure, got 1.5"),
-        ({"target": 1e-9}, "'target' must be greater than 0.0000000298"),
-        ({"lower": {"start": 0.1}}, "needs 0.5 <= lower.start"),
-    ):
-        with pytest.raises(ConfigError, match=f"^options: {message}"):
-            parse_section(BapoConfig, options, "options")
 
 
 def test_paths_are_absolute_from_the_start_and_a_tilde_is_the_home_directory(tmp_path, monkeypatch):

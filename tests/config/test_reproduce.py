@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,14 @@ def differences(first: Any, second: Any, key: str = "") -> set[str]:
     return set() if first == second else {key}
 
 
-CONFIGS = {config_of(command).name: config_of(command) for command in RUNS}
+COMMAND_OF = {config_of(command).name: command for command in RUNS}
+CONFIGS = {name: config_of(command) for name, command in COMMAND_OF.items()}
+ADDED = (
+    ("rollout.max_response_tokens=31744", "parallel.context=2"),
+    ("algorithm.epochs=2",),
+    ("train.dump_tokens=20",),
+)
+"""What the text says to add."""
 
 
 def test_the_table_has_every_curve_once() -> None:
@@ -129,34 +137,22 @@ def test_a_control_differs_from_its_run_in_the_clip_rule_alone(bapo: str, contro
     assert differences(CONFIGS[bapo].model_dump(), CONFIGS[control].model_dump()) <= allowed
 
 
-@pytest.mark.parametrize("command", RUNS, ids=CONFIGS)
-def test_a_run_of_the_table_fits_and_passes_the_checks_at_its_start(
-    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = config_of(command)
-    write_inputs(config)
-    assert_starts(config)
-
-
-@pytest.mark.parametrize("name", ["r1-2x-bapo", "r1-4x-grpo"])
 @pytest.mark.parametrize(
-    "more",
-    [
-        ("rollout.max_response_tokens=31744", "parallel.context=2"),
-        ("algorithm.epochs=2",),
-        ("train.dump_tokens=20",),
-    ],
+    ("name", "more"),
+    [*((name, ()) for name in CONFIGS), *product(("r1-2x-bapo", "r1-4x-grpo"), ADDED)],
 )
-def test_what_the_text_says_to_add_can_be_added(
+def test_a_run_of_the_table_fits_and_passes_the_checks_at_its_start(
     name: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all(override in TEXT for override in more)
     monkeypatch.chdir(tmp_path)
-    (command,) = [command for command in RUNS if f"name={name}" in command]
-    config = config_of(command, *more)
+    config = config_of(COMMAND_OF[name], *more)
     write_inputs(config)
-    assert_starts(config)
+    hf = read_hf_config_file(hf_config_file(config))
+    plan = make_plan(config, hf, PlanOptions(gpu_memory_gb=80))
+    assert (plan.fits, plan.notes) == (True, [])
+    parallel = config.parallel
+    check_config(config, parallel.tensor * parallel.pipeline * parallel.context)
 
 
 @pytest.mark.parametrize("command", EVALUATIONS)
@@ -165,13 +161,3 @@ def test_an_evaluation_of_the_tables_loads(command: tuple[str, ...]) -> None:
     assert config.eval.samples_per_prompt == 16
     longest = config.data.max_prompt_tokens + config.eval.max_response_tokens
     assert longest <= hf_config(config)["max_position_embeddings"]
-
-
-def assert_starts(config: RunConfig) -> None:
-    plan = make_plan(
-        config, read_hf_config_file(hf_config_file(config)), PlanOptions(gpu_memory_gb=80)
-    )
-    assert plan.fits
-    assert plan.notes == []
-    parallel = config.parallel
-    check_config(config, parallel.tensor * parallel.pipeline * parallel.context)

@@ -17,7 +17,7 @@ from bapo_megatron.types import (
     VersionSpan,
     WrittenSpan,
 )
-from tests.data.samples import add_branch
+from tests.data.samples import add_branch, make_batch
 from tests.docs.metric_names import unlisted
 from tests.evaluation.results import result
 
@@ -185,30 +185,19 @@ def test_rewards_are_reported_for_every_data_set_of_the_batch() -> None:
 
 
 def test_work_metrics_name_every_reason_for_dropping_a_group() -> None:
-    stats = RolloutStats(
-        replayed_groups=2,
-        equal_reward_groups=3,
-        filled_groups=1,
-        dropped_groups={"stale": 4, "surplus": 1},
-        regenerated_samples=5,
-        lost_requests=6,
-        retractions=7,
-        engine_load={"running": 2.5},
-        loop_lag_s=0.5,
-    )
-    values = values_of(replace(_batch(), stats=stats))
+    values = values_of(make_batch())
     expected = {
-        "rollout/replayed_groups": 2.0,
-        "rollout/equal_reward_groups": 3.0,
-        "rollout/filled_groups": 1.0,
+        "rollout/replayed_groups": 1.0,
+        "rollout/equal_reward_groups": 4.0,
+        "rollout/filled_groups": 2.0,
         "rollout/dropped_groups": 5.0,
-        "rollout/dropped_stale_groups": 4.0,
-        "rollout/dropped_surplus_groups": 1.0,
-        "rollout/regenerated_samples": 5.0,
-        "rollout/lost_requests": 6.0,
+        "rollout/dropped_stale_groups": 3.0,
+        "rollout/dropped_equal_rewards_groups": 2.0,
+        "rollout/regenerated_samples": 6.0,
+        "rollout/lost_requests": 5.0,
         "engines/retractions": 7.0,
         "engines/running": 2.5,
-        "collector/loop_lag_s": 0.5,
+        "collector/loop_lag_s": 0.25,
     }
     assert {name: values[name] for name in expected} == expected
     assert "rollout/dropped_carried_groups" not in values

@@ -22,9 +22,8 @@ import yaml
 
 from bapo_megatron.config.schema import LogConfig
 from bapo_megatron.telemetry.sinks import read_metrics, rows_served
-from tests.launch import free_port
+from tests.launch import REPOSITORY, free_port
 
-REPOSITORY = Path(__file__).parents[2]
 MONITORING = REPOSITORY / "examples" / "monitoring"
 DEMO = Path(__file__).parent / "demo_metrics.jsonl"
 """Rows of ``make demo eval.every_steps=8 checkpoint.every_steps=8``."""

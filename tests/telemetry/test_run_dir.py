@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -22,6 +22,8 @@ from bapo_megatron import __version__
 from bapo_megatron.telemetry import run_dir
 from bapo_megatron.telemetry.run_dir import read_starts, record_start, run_dir_locked
 from tests.launch import REPOSITORY
+
+MakeHolder = Callable[[], Any]
 
 HOLDER = """
 import os, sys, time
@@ -46,11 +48,13 @@ for line in sys.stdin:
 while a fork of it lives on."""
 
 
-class Holder:
-    """A process of ``HOLDER``."""
+@pytest.fixture
+def make_holder() -> Iterator[MakeHolder]:
+    """Starts a process of ``HOLDER``."""
+    holders: list[Any] = []
 
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
+    def make() -> Any:
+        process = subprocess.Popen(
             [sys.executable, "-c", HOLDER],
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
@@ -59,35 +63,21 @@ class Holder:
             bufsize=1,
             start_new_session=True,
         )
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-
-    def said(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def hold(self, path: Path) -> int:
-        """Returns the id of a fork that lives on."""
-        self.tell(f"0 {path}")
-        word, child_pid = self.said().split()
-        assert word == "holds"
-        return int(child_pid)
-
-
-@pytest.fixture
-def make_holder() -> Iterator[Callable[[], Holder]]:
-    holders: list[Holder] = []
-
-    def make() -> Holder:
-        holders.append(Holder())
-        return holders[-1]
+        holders.append(process)
+        return process
 
     yield make
     for holder in holders:
-        os.killpg(holder.process.pid, signal.SIGKILL)  # its forks, too
-        holder.process.wait()
+        os.killpg(holder.pid, signal.SIGKILL)  # its forks, too
+        holder.wait()
+
+
+def hold(holder: Any, path: Path) -> int:
+    """Have a process take the lock; returns the id of its fork."""
+    print(0, path, file=holder.stdin)
+    word, child_pid = holder.stdout.readline().split()
+    assert word == "holds"
+    return int(child_pid)
 
 
 def refusal(path: Path) -> str:
@@ -97,33 +87,33 @@ def refusal(path: Path) -> str:
 
 
 def test_of_two_starts_one_wins_and_the_other_names_it(
-    make_holder: Callable[[], Holder], tmp_path: Path
+    make_holder: MakeHolder, tmp_path: Path
 ) -> None:
     holders = [make_holder(), make_holder()]
     draw = random.Random(7)
     for _ in range(20):
         for holder in draw.sample(holders, 2):
-            holder.tell(f"{draw.uniform(0, 0.005)} {tmp_path}")
-        answers = [holder.said() for holder in holders]
+            print(draw.uniform(0, 0.005), tmp_path, file=holder.stdin)
+        answers = [holder.stdout.readline() for holder in holders]
         (winner,) = (i for i, answer in enumerate(answers) if answer.startswith("holds "))
         assert re.match(
-            rf"{tmp_path}: in use by train, process {holders[winner].process.pid} on \S+ since "
+            rf"{tmp_path}: in use by train, process {holders[winner].pid} on \S+ since "
             r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d [+-]\d{4}; ",
             answers[1 - winner],
         )
-        holders[winner].tell("")
+        print(file=holders[winner].stdin)
 
 
 def test_the_kernel_releases_what_a_killed_process_held_although_its_fork_lives(
-    make_holder: Callable[[], Holder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_holder: MakeHolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")
     holder = make_holder()
-    child_pid = holder.hold(tmp_path / "link")
+    child_pid = hold(holder, tmp_path / "link")
     assert refusal(tmp_path / "run").startswith(f"{tmp_path}/run: in use by train, process")
     (tmp_path / "run" / ".lock").write_text("node7 3\ntrain, process 3\n")  # it may be far away
-    threading.Timer(0.5, holder.process.kill).start()
+    threading.Timer(0.5, holder.kill).start()
     with run_dir_locked(tmp_path / "run", "eval"):
         os.kill(child_pid, 0)
         assert f"\neval, process {os.getpid()} on " in (tmp_path / "run" / ".lock").read_text()
@@ -133,13 +123,10 @@ def test_the_kernel_releases_what_a_killed_process_held_although_its_fork_lives(
 
 @pytest.mark.parametrize("content", ["", "\x00\x1b", "node7", "a\nb\nc"])
 def test_a_holder_whose_file_is_damaged_is_another_process(
-    make_holder: Callable[[], Holder],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    content: str,
+    make_holder: MakeHolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     monkeypatch.setattr(run_dir, "_ENDING_WAIT_S", 0.0)
-    make_holder().hold(tmp_path)
+    hold(make_holder(), tmp_path)
     (tmp_path / ".lock").write_text(content)
     assert refusal(tmp_path).startswith(f"{tmp_path}: in use by another process;")
 
@@ -163,7 +150,7 @@ def killed() -> Iterator[int]:
     ],
 )
 def test_how_long_a_start_waits_depends_on_whether_the_holder_can_still_end(
-    make_holder: Callable[[], Holder],
+    make_holder: MakeHolder,
     killed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -174,7 +161,7 @@ def test_how_long_a_start_waits_depends_on_whether_the_holder_can_still_end(
 ) -> None:
     for name in ("_LIVE_WAIT_S", "_ENDING_WAIT_S", "_REMOTE_WAIT_S"):
         monkeypatch.setattr(run_dir, name, 0.4 if name == limit else 0.0)
-    make_holder().hold(tmp_path)
+    hold(make_holder(), tmp_path)
     pid = {"live": os.getpid(), "killed": killed, "unknown": 2**22 + 1}[process]
     (tmp_path / ".lock").write_text(f"{host} {pid}\ntrain, process 3\n")
     began_s = time.monotonic()

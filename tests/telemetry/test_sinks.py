@@ -6,6 +6,7 @@ import shutil
 import socket
 import struct
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,22 +133,18 @@ def test_without_a_terminal_progress_does_not_stand_between_the_rows(
     assert (tmp_path / "progress").read_text() == "rollout 1: 3/4 groups\n"
 
 
-def _scrape(port: int) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        families = list(text_string_to_metric_families(page.read().decode()))
-    return {s.name: s.value for family in families for s in family.samples}
-
-
 def test_gauges_keep_their_last_value_under_names_that_prometheus_allows() -> None:
     config = LogConfig(prometheus_port=free_port())
     with rows_served(config) as show:
         show({"step": 3, "reward/mean": 1.5, "eval/a.b/avg_at_k": 0.5})
         show({"step": 4, "reward/mean": 0.25})
-        assert _scrape(config.prometheus_port) == {
-            "bapo_step": 4.0,
-            "bapo_reward_mean": 0.25,
-            "bapo_eval_a_b_avg_at_k": 0.5,
-        }
+        with urllib.request.urlopen(f"http://127.0.0.1:{config.prometheus_port}/metrics") as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+    assert {sample.name: sample.value for family in families for sample in family.samples} == {
+        "bapo_step": 4.0,
+        "bapo_reward_mean": 0.25,
+        "bapo_eval_a_b_avg_at_k": 0.5,
+    }
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:
@@ -233,15 +230,17 @@ def end_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     wandb.teardown()
 
 
-def records_of(path: Path) -> list[Any]:
-    """Records of a ``.wandb`` file: LevelDB's log, in blocks of 32 KiB, after a header of 7 bytes.
+def records_of(path: Path) -> dict[str, list[Any]]:
+    """Records of a ``.wandb`` file by kind.
 
-    Each piece of a record has a checksum of 4 bytes, its length and its kind: whole 1, first 2,
-    middle 3, last 4. Less than 7 bytes at a block's end are padding.
+    The file is LevelDB's log, in blocks of 32 KiB, after a header of 7 bytes. Each piece of a
+    record has a checksum of 4 bytes, its length and its kind: whole 1, first 2, middle 3, last 4.
+    Less than 7 bytes at a block's end are padding.
     """
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, position, parts, records = path.read_bytes(), 7, b"", []
+    content, position, parts = path.read_bytes(), 7, b""
+    records: dict[str, list[Any]] = defaultdict(list)
     while position + 7 <= len(content):
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
@@ -249,17 +248,15 @@ def records_of(path: Path) -> list[Any]:
         parts += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
-            records.append(Record.FromString(parts))
+            record = Record.FromString(parts)
+            name = record.WhichOneof("record_type")
+            records[name].append(getattr(record, name))
             parts = b""
     return records
 
 
-def history_of(records: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-        for record in records
-        if record.WhichOneof("record_type") == "history"
-    ]
+def values_of(items: Any) -> dict[str, Any]:
+    return {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
 def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
@@ -278,23 +275,6 @@ def test_samples_that_cannot_be_read_end_no_run_and_are_told_once(
     assert line.endswith("from now on: step_000001.texts.parquet: format 4")
 
 
-def test_weights_and_biases_shows_steps_that_are_trained_again_after_a_crash(
-    tmp_path: Path, end_client: Callable[[], None]
-) -> None:
-    config = config_of(wandb_project="p").log
-    tracker = WeightsAndBiases(tmp_path, "run", config, {}, lambda _: ())
-    for step, reward in ((1, 0.0), (2, 0.25), (3, 0.5), (2, 0.75)):
-        tracker.write(step, {"reward/mean": reward})
-    tracker.close()
-    end_client()
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    records = records_of(file)
-    expected = [(1, 0.0), (2, 0.25), (3, 0.5), (2, 0.75)]
-    assert [(row["step"], row["reward/mean"]) for row in history_of(records)] == expected
-    axes = [r.metric for r in records if r.WhichOneof("record_type") == "metric"]
-    assert ("*", "step") in [(axis.glob_name, axis.step_metric) for axis in axes]
-
-
 def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     tmp_path: Path, end_client: Callable[[], None]
 ) -> None:
@@ -308,7 +288,8 @@ def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
             shutil.copy(tmp_path / "run_0" / "wandb_id", run_dir)
         config = config_of(lr, wandb_samples_every=2, tensorboard=False, **log)
         sinks = sinks_of(run_dir, config, first_step)
-        for step in (first_step, first_step + 1, first_step + 2):
+        # After a crash steps are trained again.
+        for step in (first_step, first_step + 1, first_step + 2, first_step + 1):
             sinks.write(StepMetrics(step, {"reward/mean": step / 4, "x": math.nan}))
         sinks.close()
         files += (run_dir / "wandb").glob("offline-run-*/*.wandb")
@@ -316,28 +297,27 @@ def test_weights_and_biases_gets_settings_group_tags_and_samples_but_no_secret(
     end_client()
     first, second = files
     records = records_of(first)
-    (about,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
+    (about,) = records["run"]
     assert (about.project, about.display_name, about.run_group) == ("p", "sums", "seeds")
     assert tuple(sorted(about.tags)) == tags
-    settings = {
-        item.key or "/".join(item.nested_key): json.loads(item.value_json)
-        for item in about.config.update
-    }
+    settings = values_of(about.config.update)
     expected = public_settings(config_of(0.25, wandb_samples_every=2, tensorboard=False, **log))
     assert {key: settings.get(key) for key in expected} == expected
     assert settings["commit"] == "0123456789ab-dirty"
     assert settings["algorithm.objective_options.api_key"] == "not shown"
 
-    rows = history_of(records)
-    assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.0), (1, 0.25), (2, 0.5)]
-    assert ["samples/path" in row for row in rows] == [False, False, True]
+    rows = [values_of(record.item) for record in records["history"]]
+    expected_rows = [(0, 0.0), (1, 0.25), (2, 0.5), (1, 0.25)]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == expected_rows
+    assert ["samples/path" in row for row in rows] == [False, False, True, False]
+    axes = [(axis.glob_name, axis.step_metric) for axis in records["metric"]]
+    assert ("*", "step") in axes
     assert not any("x" in row for row in rows)
     table = json.loads((first.parent / "files" / rows[2]["samples/path"]).read_text())
     assert table["columns"] == ["step", "sample", "reward", "prompt"]
     assert table["data"] == [[2, 0, 0.0, TEXT], [2, 1, 1.0, TEXT]]
 
-    again = next(r.run for r in records_of(second) if r.WhichOneof("record_type") == "run")
-    assert again.run_id == about.run_id
+    assert records_of(second)["run"][0].run_id == about.run_id
     content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert TEXT.encode() in content
     for private in (SECRET, KEY, "/data/someone"):
