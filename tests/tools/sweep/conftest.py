@@ -1,11 +1,12 @@
 """A base configuration, and evaluations that fake runs take theirs from."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.tools.sweep.files import write_base, write_outcomes
+from bapo_megatron.evaluation.results import write_results
+from tests.evaluation.results import result
+from tests.tools.sweep.files import write_base
 
 
 @pytest.fixture(scope="session")
@@ -14,13 +15,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture(scope="session")
-def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``tests.fakes.fake_train`` copies."""
-    return write_outcomes(tmp_path_factory.mktemp("evaluations"), seeds=3)
-
-
 @pytest.fixture
-def outcomes(evaluations: Path, tmp_path: Path) -> Path:
-    """The directory of ``tests.fakes.fake_train``."""
-    return Path(shutil.copytree(evaluations, tmp_path / "outcomes"))
+def outcomes(tmp_path: Path) -> Path:
+    """The directory of ``tests.fakes.fake_train``: evaluations on ten problems."""
+    for seed in range(3):
+        for num_right in {2 + seed, 3 + 2 * seed}:
+            answers = {f"a:{row}": ["2" if row < num_right else "3"] for row in range(10)}
+            scored = result(answers, settings={"seed": seed})
+            write_results([scored], tmp_path / "outcomes" / f"{seed}-{num_right}.json")
+    return tmp_path / "outcomes"

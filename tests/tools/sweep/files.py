@@ -1,4 +1,4 @@
-"""A base configuration whose files exist, sweeps of it, and results that a run may have."""
+"""A base configuration whose files exist, and sweeps of it."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,6 @@ from typing import Any
 
 import yaml
 
-from bapo_megatron.evaluation.results import write_results
-from tests.evaluation.results import result
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.trainer.dumps import make_random_model
 
@@ -61,13 +59,3 @@ def write_sweep(directory: Path, base: Path, **changes: Any) -> Path:
     path = directory / "sweep.yaml"
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
     return path
-
-
-def write_outcomes(directory: Path, seeds: int) -> Path:
-    """Evaluations on ten problems, of which ``fake_train`` says how many are right."""
-    for seed in range(seeds):
-        for num_right in {2 + seed, 3 + 2 * seed}:
-            answers = {f"a:{row}": ["2" if row < num_right else "3"] for row in range(10)}
-            scored = result(answers, settings={"seed": seed})
-            write_results([scored], directory / f"{seed}-{num_right}.json")
-    return directory

@@ -108,11 +108,7 @@ def test_a_run_of_other_settings_is_neither_continued_nor_counted(
     path = write_sweep(tmp_path, base)
     for run in load_sweep(path).runs:
         run.run_dir.mkdir(parents=True)
-        older = dump_yaml(run.config)
-        for newer in ("  async_steps: 0\n", "    weight: 1.0\n"):  # the second one is in a list
-            assert newer in older
-            older = older.replace(newer, "")
-        (run.run_dir / "config.yaml").write_text(older)
+        (run.run_dir / "config.yaml").write_text(dump_yaml(run.config))
     write_sweep(tmp_path, base, overrides=["log.console=false"])  # changes no result
     assert len(load_sweep(path).runs) == 4
     write_sweep(tmp_path, base, overrides=["optimizer.lr=0.5"])

@@ -1,4 +1,4 @@
-"""Sweeps as a user starts them; ``train`` is replaced, but for one test."""
+"""Sweeps as a user starts them; ``train`` is replaced."""
 
 import errno
 import fcntl
@@ -119,6 +119,16 @@ def test_variants_are_compared_seed_by_seed(finish: Finish, base: Path, tmp_path
     assert status == 0
     assert "6 of 6 runs are finished already" in err
     assert json.loads(again) == results
+
+
+def test_one_seed_has_no_interval_and_one_variant_nothing_to_be_compared_with(
+    finish: Finish, base: Path, tmp_path: Path
+) -> None:
+    bapo = {"bapo": ["algorithm.objective=bapo"]}
+    _, out, err = finish(write_sweep(tmp_path, base, variants=bapo, seeds=[2]))
+    assert "bapo/seed2: finished" in err
+    (row,) = [cells(line) for line in out.splitlines() if "avg@1" in line]
+    assert row[2:] == ["bapo", "1", "70.00%", "–"]
 
 
 def test_a_run_that_fails_stops_no_other_and_is_continued_by_the_same_command(
@@ -277,19 +287,3 @@ def test_a_slurm_array_has_a_task_per_run_and_continues_what_was_saved(
     (tmp_path / "calls").unlink()
     assert subprocess.run(["bash", script], env=env | task, check=False).returncode == 0
     assert not (tmp_path / "calls").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_sweep_runs_the_real_train(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bapo = ["algorithm.objective=bapo", "train.steps=1"]
-    file = write_sweep(tmp_path, base, variants={"bapo": bapo}, seeds=[5], jobs=1)
-    status, out, err = _finish(capsys, file)
-    assert status == 0, err + (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()
-    assert "bapo/seed5: finished" in err
-    (row,) = [cells(line) for line in out.splitlines() if "avg@1" in line]
-    assert row[2:4] == ["bapo", "1"]
-    assert row[5:] == ["–"]  # one seed has no interval, one variant nothing to be compared with
-    assert json.loads((tmp_path / "sweep/bapo/seed5/summary.json").read_text())["seed"] == 5
-    assert " 1/1 " in (tmp_path / "sweep/bapo/seed5/logs/sweep.log").read_text()
