@@ -19,9 +19,12 @@ require_bubblewrap()
 TASK = Task("p:0", "set", "?", "42", seed=7)
 
 
+OPTIONS = {"sandbox": {"timeout_s": 2.0}, "max_output_characters": 200}
+
+
 @pytest.fixture
 def tool() -> Iterator[PythonTool]:
-    tool = PythonTool({"sandbox": {"timeout_s": 2.0}, "max_output_characters": 200})
+    tool = PythonTool(OPTIONS)
     yield tool
     tool._sandbox.close()
 
@@ -56,7 +59,7 @@ def test_a_step_depends_on_state_and_turn_alone(tool: PythonTool) -> None:
         state = step.state
     tool._warm.clear()
     for before, code, written, after in seen:  # in another process, after JSON
-        other = PythonTool({"sandbox": {"timeout_s": 2.0}, "max_output_characters": 200})
+        other = PythonTool(OPTIONS)
         step = other.step(json.loads(json.dumps(before)), turn_of(code))
         assert (outputs(step), step.state) == (written, after)
         other._sandbox.close()
@@ -122,9 +125,7 @@ async def test_without_a_sandbox_the_start_fails_by_one_line(
     await environment.close()
 
 
-def test_the_configuration_is_checked() -> None:
-    with pytest.raises(ValueError, match="tool_format must be one of hermes, llama3 with tools"):
-        RolloutConfig(environment="python_tool")
+def test_a_cell_ends_before_its_step() -> None:
     with pytest.raises(ValueError, match="step_timeout_s must be above python_tool"):
         RolloutConfig.model_validate(
             {
