@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -102,14 +103,28 @@ async def cancels_itself(task: dict[str, Any], base_url: str, api_key: str) -> A
     raise asyncio.CancelledError
 
 
-def main() -> None:
-    """A command with the standard library alone."""
+def speaks(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    return {"text": plain_turn(task["messages"], base_url, api_key)}
+
+
+def looks_around(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Speaks, and tells what else it can reach and see."""
+    try:
+        socket.create_connection(("10.255.255.1", 80), 1)
+        reaches = True
+    except OSError:
+        reaches = False
+    sees = Path("/etc/passwd").exists()
+    return {**speaks(task, base_url, api_key), "reaches": reaches, "sees": sees}
+
+
+def main(name: str) -> None:
+    """One of these functions as a command, with the standard library alone."""
     task = json.loads(sys.stdin.readline())
-    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    text = plain_turn(task["messages"], base_url, key)
+    result = globals()[name](task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     sys.stdout.write("some output\n")
-    sys.stdout.write(json.dumps({"text": text}) + "\n")
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

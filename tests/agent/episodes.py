@@ -79,21 +79,14 @@ async def open_session(
     renderer: ChatRenderer,
     sample: Any,
     *,
-    record: Record | None = None,
     limits: SessionLimits | None = None,
-    **options: Any,
+    rules: SamplingRules | None = None,
 ) -> AsyncIterator[tuple[Session, str, str]]:
     """A session, the proxy's address and the session's key."""
     proxy = Proxy()
-    rules = options.pop("rules", SamplingRules(temperature=1.0))
-    session = Session(
-        record if record is not None else Record(),
-        renderer,
-        rules,
-        limits or SessionLimits(1000, 1_000_000, 100_000),
-        sample,
-        **options,
-    )
+    rules = rules or SamplingRules(temperature=1.0)
+    limits = limits or SessionLimits(1000, 1_000_000, 100_000)
+    session = Session(Record(), renderer, rules, limits, sample)
     await proxy.open(has_port=True)
     try:
         with proxy.admitted(session) as key:

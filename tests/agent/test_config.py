@@ -31,24 +31,13 @@ def test_an_agent_is_a_function_or_a_command(agent: Any, command: Any, name: Any
     [
         ({"agent": ""}, "agent must be package.module:function or a command, got ''"),
         ({"agent": "play 'it"}, "agent must be package.module:function or a command"),
-        (
-            {"agent": "a:b", "environment": "c:D"},
-            "environment must be left out with agent, got c:D",
-        ),
-        (
-            {"agent": "a:b", "agent_sandbox": {"timeout_s": 5}},
-            "agent_sandbox.timeout_s",
-        ),
-        (
-            {"agent": "a:b", "agent_python": "/opt/bin/python"},
-            "agent_python must be left out with a sandbox, got /opt/bin/python",
-        ),
-        ({"agent": "a:b", "agent_limits": {"max_calls": 0}}, "agent_limits.max_calls"),
+        ({"agent": "a:b", "environment": "c:D"}, "environment must be left out with agent"),
+        ({"agent": "a:b", "agent_sandbox": {"timeout_s": 5}}, "agent_sandbox.timeout_s"),
+        ({"agent": "a:b", "agent_python": "/p"}, "agent_python must be left out with a sandbox"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValidationError, match=message):
         RolloutConfig.model_validate(settings)
-    assert message in str(caught.value)

@@ -256,7 +256,7 @@ def test_a_turn_that_was_cut_off_is_not_extended(renderer: ChatRenderer) -> None
 def test_items_of_responses_are_the_messages_of_chat_completions() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
-        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "s"},
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": "I add.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "2"},

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ TASK = {
     "row": {},
     "seed": 1,
 }
-COMMAND = [sys.executable, "-m", AGENTS]
+COMMAND = [sys.executable, "-m", AGENTS, "speaks"]
 
 
 def no_wait(has_to_wait: bool) -> None:
@@ -93,17 +94,14 @@ async def play(
         await session.close()
 
 
-async def test_coroutines_run_in_a_worker(renderer: ChatRenderer) -> None:
-    async with opened(agent=f"{AGENTS}:asks") as (runner, proxy):
-        results = await asyncio.gather(*(play(runner, proxy, renderer) for _ in range(5)))
-        assert [result for result, _ in results] == [{"last": "Yes.", "answer": "2"}] * 5
-        assert [len(record.sequences()) for _, record in results] == [1] * 5
-
-
 @pytest.mark.parametrize(
     ("agent", "returned"),
-    [(COMMAND, {"text": "Two."}), (f"{AGENTS}:asks_in_a_thread", "Two.")],
-    ids=["command", "function"],
+    [
+        (COMMAND, {"text": "Two."}),
+        (f"{AGENTS}:asks_in_a_thread", "Two."),
+        (f"{AGENTS}:asks", {"last": "Yes.", "answer": "2"}),
+    ],
+    ids=["command", "function", "coroutine"],
 )
 async def test_commands_and_functions_reach_the_loopback_past_a_proxy_of_the_environment(
     renderer: ChatRenderer, agent: Any, returned: Any, monkeypatch: pytest.MonkeyPatch
@@ -111,9 +109,9 @@ async def test_commands_and_functions_reach_the_loopback_past_a_proxy_of_the_env
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     async with opened(agent=agent) as (runner, proxy):
-        result, record = await play(runner, proxy, renderer)
-    assert result == returned
-    assert len(record.calls) == 1
+        results = await asyncio.gather(*(play(runner, proxy, renderer) for _ in range(5)))
+    assert [result for result, _ in results] == [returned] * 5
+    assert [len(record.sequences()) for _, record in results] == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -284,12 +282,12 @@ async def test_in_a_sandbox_an_agent_reaches_the_proxy_and_nothing_else(
     renderer: ChatRenderer, kind: str
 ) -> None:
     require_bubblewrap()
-    agent: Any = (
-        "boxed_agent:play" if kind == "function" else ["/usr/bin/python3", "-m", "boxed_agent"]
-    )
+    agent: Any = "boxed:looks_around"
+    if kind == "command":
+        agent = ["/usr/bin/python3", "-m", "boxed", "looks_around"]
     with tempfile.TemporaryDirectory() as folder:  # others cannot enter pytest's
         Path(folder).chmod(0o755)
-        Path(folder, "boxed_agent.py").write_text(BOXED)
+        shutil.copyfile(Path(__file__).with_name("agents.py"), Path(folder, "boxed.py"))
         with contextlib.chdir(folder):
             async with opened(agent=agent, agent_sandbox={"memory_limit_mb": 1024}) as (
                 runner,
@@ -303,28 +301,3 @@ async def test_in_a_sandbox_an_agent_reaches_the_proxy_and_nothing_else(
                     assert [text["text"] for text, _ in results] == ["Two."] * 128
     assert result == {"text": "Two.", "reaches": False, "sees": False}
     assert len(record.calls) == 1
-
-
-BOXED = """
-import json, os, socket, sys
-from urllib.request import Request, urlopen
-
-
-def play(task, base_url, api_key):
-    body = json.dumps({"messages": task["messages"]}).encode()
-    headers = {"Authorization": "Bearer " + api_key}
-    with urlopen(Request(base_url + "/chat/completions", body, headers)) as reply:
-        text = json.load(reply)["choices"][0]["message"]["content"]
-    try:
-        socket.create_connection(("10.255.255.1", 80), 1)
-        reaches = True
-    except OSError:
-        reaches = False
-    return {"text": text, "reaches": reaches, "sees": os.path.exists("/etc/passwd")}
-
-
-if __name__ == "__main__":
-    task = json.loads(sys.stdin.readline())
-    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    print(json.dumps(play(task, base_url, key)))
-"""
