@@ -1,10 +1,13 @@
 """Which checkpoints stay, what ``latest`` names, and in which order files reach the disk."""
 
+import itertools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,6 +15,7 @@ from bapo_megatron.config.schema import CheckpointConfig
 from bapo_megatron.policy.checkpoint_files import (
     BestCheckpoint,
     CheckpointError,
+    check_complete,
     check_files,
     find_best,
     find_latest,
@@ -20,6 +24,7 @@ from bapo_megatron.policy.checkpoint_files import (
     read_state,
     remove_others,
     remove_unfinished,
+    step_name,
     unfinished_directory,
 )
 from tests.policy.small_checkpoints import FIELDS, save_small
@@ -68,42 +73,48 @@ def test_a_save_removes_no_checkpoint_of_a_higher_step(tmp_path: Path) -> None:
     assert _left(tmp_path) == ["best", "latest", "step_10", "step_3", "step_5", "step_6"]
 
 
-@pytest.mark.parametrize(
-    ("kill", "bytes_left"),
-    [("rename to .step_3.replaced.tmp", 17), ("rename to step_3", 17), ("remove", 7)],
-)
-def test_a_kill_while_a_checkpoint_of_the_same_number_is_replaced_leaves_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: str, bytes_left: int
+@contextmanager
+def _killed_at(number: int) -> Iterator[None]:
+    """Die before the call of this number that changes the disk."""
+    calls = itertools.count()
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def die_or_call(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return call(*args, **options)
+
+        return die_or_call
+
+    with ExitStack() as stack:
+        for place, names in ((Path, ("mkdir", "rename", "replace")), (shutil, ("rmtree",))):
+            for name in names:
+                stack.enter_context(mock.patch.object(place, name, dying(getattr(place, name))))
+        yield
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["new", "replaced"])
+def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint_and_the_next_save_tidies_up(
+    tmp_path: Path, step: int
 ) -> None:
-    save_small(tmp_path, 3)
-    rename, rmtree = Path.rename, shutil.rmtree
-
-    def rename_or_die(self: Path, target: Path) -> Path:
-        if kill == f"rename to {target.name}":
-            raise KeyboardInterrupt
-        return rename(self, target)
-
-    def remove_or_die(path: Path, **options: Any) -> None:
-        if kill == "remove" and path.exists():
-            raise KeyboardInterrupt
-        rmtree(path, **options)
-
-    unfinished = unfinished_directory(tmp_path, 3)
-    unfinished.mkdir()
-    (unfinished / "__0_0.distcp").write_bytes(b"1234567")
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", rename_or_die)
-        patched.setattr(shutil, "rmtree", remove_or_die)
-        with pytest.raises(KeyboardInterrupt):
-            publish(tmp_path, 3, FIELDS, ["__0_0.distcp"])
-
-    for _ in range(2):  # also after the next save has begun
-        directory = find_latest(tmp_path)
-        assert directory is not None
-        check_files(directory, state := read_state(directory))
-        assert state.file_bytes["__0_0.distcp"] == bytes_left
-        remove_unfinished(tmp_path)
-    assert _left(tmp_path) == ["latest", "step_3"]
+    names = []
+    for number in itertools.count():
+        root = tmp_path / str(number)
+        save_small(root, 1)
+        with suppress(KeyboardInterrupt), _killed_at(number):
+            save_small(root, step, keep_last=1)
+            break
+        for _ in range(2):  # also after the next save has begun
+            directory = find_latest(root)
+            assert directory is not None
+            check_complete(directory)
+            remove_unfinished(root)
+        names.append(step_name(directory))
+        save_small(root, 3, keep_last=1)
+        assert _left(root) == ["latest", "step_3"]
+    assert names == sorted(names)
+    assert {*names} == {"step_1", f"step_{step}"}
+    assert len(names) > 9
 
 
 def test_a_file_that_another_rank_wrote_and_nobody_sees_is_named(tmp_path: Path) -> None:

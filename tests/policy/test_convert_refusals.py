@@ -115,17 +115,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda d: _cut(d / "__1_0.distcp"), "__1_0.distcp cannot be read"),
     "missing file": (lambda d: (d / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "no description": (lambda d: (d / ".metadata").unlink(), "no .metadata"),
-    "damaged description": (lambda d: _cut(d / ".metadata"), ".metadata cannot be read"),
     "crafted description": (craft_metadata, ".metadata names posix.mkdir"),
     "missing parameter": (
         lambda d: edit_metadata(d, lambda m: m.state_dict_metadata.pop(FC1)),
         f"missing {FC1}",
     ),
     "unexpected parameter": (lambda d: edit_metadata(d, _add_parameter), "unexpected extra"),
-    "missing part": (
-        lambda d: edit_metadata(d, lambda m: m.state_dict_metadata[FC1].chunks.pop()),
-        f"parts of {FC1} are missing",
-    ),
 }
 
 

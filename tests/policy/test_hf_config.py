@@ -1,10 +1,17 @@
 """What config.json is understood, and what is refused."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bapo_megatron.config.check import text_fields
 from bapo_megatron.config.load import ConfigError
@@ -19,6 +26,7 @@ from bapo_megatron.policy.families.base import (
 )
 from bapo_megatron.policy.families.config_json import HARMLESS_FIELDS
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.megatron_setup import _scale_frequencies
 from bapo_megatron.policy.weight_table import sequence_flops
 from tests.policy.tiny_models import model_class
 from tests.tools.planning.cases import MODELS
@@ -102,7 +110,7 @@ def test_a_field_that_nobody_knows_is_refused_unless_it_is_off(tmp_path: Path) -
         read_hf_config_file(write(tmp_path, {"logit_scale": 0.5}))
 
 
-LLAMA3, YARN = Llama3Rope(32.0, 1.0, 4.0, 8192), YarnRope(4.0, 32768.0)
+LLAMA3 = Llama3Rope(32.0, 1.0, 4.0, 8192)
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3": (QWEN3, {"qkv_bias": False, "qk_norm": True, "head_dim": 128}),
@@ -117,6 +125,10 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"qkv_bias": False, "output_bias": False, "qk_norm": False},
     ),
     "attention biases": (LLAMA | {"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
+    "Qwen3 with attention biases": (
+        QWEN3 | {"attention_bias": True},
+        {"qkv_bias": True, "output_bias": True, "qk_norm": True},
+    ),
     "llama3 of transformers 4": (
         LLAMA | {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "qkv_bias": False},
@@ -125,18 +137,6 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         LLAMA
         | {"rope_theta": "absent", "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 500000.0}},
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3, "qkv_bias": False},
-    ),
-    "YaRN of transformers 4": (
-        {"rope_scaling": YARN_ROPE},
-        {"rope_theta": 1e6, "rope_scaling": YARN},
-    ),
-    "YaRN of transformers 5": (
-        {"rope_theta": "absent", "rope_parameters": YARN_ROPE | {"rope_theta": 1e6}},
-        {"rope_theta": 1e6, "rope_scaling": YARN},
-    ),
-    "YaRN with original positions by default": (
-        {"rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 4}},
-        {"rope_theta": 1e6, "rope_scaling": YARN},
     ),
 }
 """Changes of Qwen2.5's file, and fields of what is read."""
@@ -147,17 +147,6 @@ def test_fields_are_read_in_every_spelling(tmp_path: Path, name: str) -> None:
     changes, expected = READ[name]
     config = read_hf_config_file(write(tmp_path, changes))
     assert {field: getattr(config, field) for field in expected} == expected
-
-
-def test_yarn_s_factor_of_attention_follows_from_its_fields(tmp_path: Path) -> None:
-    fields = [{}, {"mscale": 2.0}, {"mscale": 2.0, "mscale_all_dim": 0.5}]
-    scalings = [
-        read_hf_config_file(write(tmp_path, {"rope_scaling": YARN_ROPE | more})).rope_scaling
-        for more in fields
-    ]
-    # 0.1 ln 4 + 1; (0.2 ln 4 + 1) / (0.05 ln 4 + 1)
-    factors = [scaling.attention_factor for scaling in scalings if isinstance(scaling, YarnRope)]
-    assert factors == pytest.approx([1.138629436, 1.138629436, 1.194464876], rel=1e-9)
 
 
 def test_moonlight_is_read_with_its_latents_experts_and_code_that_nothing_runs() -> None:
@@ -270,3 +259,71 @@ def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, content: 
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"config.json: (not valid JSON|must be an object)"):
         read_hf_config_file(tmp_path / "config.json")
+
+
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "transformers 4": {"rope_scaling": YARN_ROPE},
+    "transformers 5": {
+        "rope_theta": "absent",
+        "rope_parameters": YARN_ROPE | {"rope_theta": 1e4, "rope_type": "yarn"},
+    },
+    "original positions by default": {"rope_scaling": {"rope_type": "yarn", "factor": 8}},
+    "no factor of all dimensions": {"rope_scaling": YARN_ROPE | {"mscale": 2.0}},
+    "every field": {
+        "rope_scaling": YARN_ROPE
+        | {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.194464876}
+        | {"mscale": 2.0, "mscale_all_dim": 0.5},
+    },
+    "no scaling at all": {"rope_scaling": YARN_ROPE | {"factor": 1.0}},
+}
+
+SGLANG = """
+import json, sys, torch
+from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_rope_config
+for directory in sys.argv[1:]:
+    config = get_config(directory, trust_remote_code=False)
+    theta, scaling = get_rope_config(config)
+    rope = get_rope(64, 64, config.max_position_embeddings, theta, True, scaling, torch.float32)
+    inv_freq = rope._compute_inv_freq(rope.scaling_factor).tolist()
+    print("\\n" + json.dumps([inv_freq, rope.mscale, get_context_length(config)]))
+"""
+"""Prints what SGLang makes of each model directory; heads have 64 channels."""
+
+
+def ours(path: Path) -> tuple[list[float], float]:
+    hf = read_hf_config_file(path)
+    assert isinstance(hf.rope_scaling, YarnRope)
+    powers = torch.arange(0, hf.head_dim, 2, dtype=torch.float32) / hf.head_dim
+    rope: Any = SimpleNamespace(inv_freq=1 / hf.rope_theta**powers)  # as Megatron begins
+    _scale_frequencies(rope, hf)
+    return rope.inv_freq.tolist(), hf.rope_scaling.attention_factor
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_frequencies_and_factor_are_those_of_transformers_bit_by_bit(
+    tmp_path: Path, spelling: str
+) -> None:
+    path = write(tmp_path, SPELLINGS[spelling])
+    inv_freq, factor = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(tmp_path), "cpu")
+    assert ours(path) == (inv_freq.tolist(), pytest.approx(factor, rel=1e-9))
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_frequencies_and_factor_are_those_of_sglang_bit_by_bit(tmp_path: Path) -> None:
+    directories = [tmp_path / spelling for spelling in SPELLINGS]
+    for directory, fields in zip(directories, SPELLINGS.values(), strict=True):
+        directory.mkdir()
+        write(directory, fields)
+    done = subprocess.run(
+        [sys.executable, "-c", SGLANG, *directories],
+        env=os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    for directory, (inv_freq, factor, positions) in zip(directories, printed, strict=True):
+        assert ours(directory / "config.json") == (inv_freq, pytest.approx(factor, rel=1e-9))
+        assert positions == 32768, directory  # config.json's max_position_embeddings

@@ -18,13 +18,14 @@ from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.lora import load_adapter, write_adapter
 from bapo_megatron.policy.weight_table import hf_shapes
-from tests.policy.convert_models import weights
+from tests.policy.convert_models import copy_with, weights
 from tests.policy.oracle import Oracle
 from tests.policy.tiny_models import load_reference, make_model
 from tests.tolerances import assert_within
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DENSE = ("qwen2", "llama")
 WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
 REMEDY = r"; save the merged model \(PEFT's merge_and_unload\) and train from it, or choose"
 
@@ -193,11 +194,11 @@ def written(model: Path, config: LoraConfig, to: Path) -> dict[str, torch.Tensor
     return merged
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
+@pytest.mark.parametrize("family", [*DENSE, *WITH_EXPERTS])
 @pytest.mark.parametrize(
     "targets", [(), ("gate_proj", "up_proj", "o_proj"), ("down_proj",), ("o_proj",)], ids=str
 )
-def test_peft_loads_all_that_is_written_of_a_model_with_experts(
+def test_peft_computes_with_all_that_is_written_as_with_the_merged_weights(
     tmp_path: Path, family: str, targets: tuple[str, ...]
 ) -> None:
     model = make_model(family, tmp_path / "model")
@@ -206,8 +207,7 @@ def test_peft_loads_all_that_is_written_of_a_model_with_experts(
     adapted = peft.PeftModel.from_pretrained(load_reference(family, model), tmp_path / "adapter")
     ids = torch.tensor([[7, 3, 5, 11, 9, 40, 96, 0, 1, 2]])
     actual = adapted(input_ids=ids).logits
-    make_model(family, tmp_path / "merged")  # for the files beside the weights
-    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    copy_with(model, tmp_path / "merged", lambda tensors: tensors.update(merged))
     expected, bound = Oracle.of(family, tmp_path / "merged").logits_of(ids)
     base = load_reference(family, model)(input_ids=ids).logits
     assert (expected - base).abs().max() > 0.3

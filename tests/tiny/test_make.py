@@ -1,12 +1,11 @@
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.tiny import __main__, make
+from examples.tiny import __main__
 from examples.tiny.make import WarmupSettings, learning_rate, make_tiny, pad_batch
 from examples.tiny.model import build_tokenizer
 from tests.policy.tiny_models import load_reference
@@ -38,21 +37,20 @@ def tiny_dir(report):
     return report.model_dir.parent
 
 
-def test_the_same_seed_gives_the_same_bytes_whatever_the_thread_count(tiny_dir, tmp_path):
+def test_the_same_seed_gives_the_same_bytes_whatever_the_thread_count_and_another_one_others(
+    tiny_dir, tmp_path
+):
+    make_short(tmp_path, seed=1)
+    differing = [n for n, old in contents(tiny_dir).items() if contents(tmp_path)[n] != old]
+    assert tuple(differing) == FILES[:3]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(num_threads + 1)
     try:
-        make_short(tmp_path)
+        make_short(tmp_path)  # in place of the other
         assert torch.get_num_threads() == num_threads + 1
     finally:
         torch.set_num_threads(num_threads)
     assert contents(tmp_path) == contents(tiny_dir)
-
-
-def test_another_seed_gives_other_weights_and_other_data(tiny_dir, tmp_path):
-    make_short(tmp_path, seed=1)
-    differing = [n for n, old in contents(tiny_dir).items() if contents(tmp_path)[n] != old]
-    assert tuple(differing) == FILES[:3]
 
 
 def test_report_names_the_files_and_heldout_prompts_are_new(report, tiny_dir):
@@ -67,24 +65,6 @@ def test_report_names_the_files_and_heldout_prompts_are_new(report, tiny_dir):
     assert 0 < report.final_loss < 7
     # Other users may read the weights.
     assert (report.model_dir / "model.safetensors").stat().st_mode & 0o777 == 0o644
-
-
-def test_an_earlier_result_is_replaced_or_after_an_interrupt_left(tiny_dir, tmp_path, monkeypatch):
-    out_dir = tmp_path / "tiny"
-    shutil.copytree(tiny_dir, out_dir)
-    (out_dir / "model" / "mark").touch()
-
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(make, "warm_up", fail)
-        with pytest.raises(KeyboardInterrupt):
-            make_short(out_dir, seed=1)
-    assert contents(out_dir) == contents(tiny_dir)
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-    make_short(out_dir)
-    assert not (out_dir / "model" / "mark").exists()
 
 
 def test_what_is_of_somebody_else_is_refused_and_unchanged(tmp_path):

@@ -11,7 +11,6 @@ from examples.tiny.model import (
     build_tokenizer,
     save_model,
 )
-from tests.policy.tiny_models import load_reference
 
 STRANGE_TEXTS = (
     "",
@@ -29,27 +28,7 @@ def directory(tmp_path_factory):
     return directory
 
 
-def test_the_saved_directory_gives_the_same_logits(directory):
-    model = build_model(build_tokenizer(), seed=0).eval()
-    input_ids = torch.randint(0, 320, (3, 50), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        expected = load_reference("qwen2", directory)(input_ids).logits
-        actual = model(input_ids).logits
-    assert expected.abs().max() > 1
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_saved_configuration_suits_tensor_parallelism_and_names_the_end_token(directory):
-    config = json.loads((directory / "config.json").read_text())
-    expected = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-    assert {name: config[name] for name in expected} == expected
+def test_generation_ends_at_the_end_token(directory):
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 1
 
 

@@ -1,22 +1,25 @@
 import random
 import re
 
+import pytest
+
 from examples.tiny.model import build_tokenizer
 from examples.tiny.task import Problem, SolutionMixture, split_problems, write_solution
 
 
-def test_careful_solution_writes_every_partial_sum_and_a_boxed_answer():
-    mixture = SolutionMixture(sloppy_step_share=0)
-    solution = write_solution(Problem((3, 5, 2)), mixture, random.Random(0))
-    assert solution == "3+5=8\n+2=10\n\\boxed{10}"
-
-
-def test_sloppy_solution_goes_on_with_its_last_guess():
-    mixture = SolutionMixture(
-        sloppy_step_share=1, right_guess_share=1, min_guesses=2, max_guesses=2
-    )
-    solution = write_solution(Problem((3, 5, 2)), mixture, random.Random(0))
-    assert solution == "3+5 maybe 8, no 8\n+2 maybe 10, no 10\n\\boxed{10}"
+@pytest.mark.parametrize(
+    ("mixture", "expected"),
+    [
+        ({"sloppy_step_share": 0}, "3+5=8\n+2=10\n\\boxed{10}"),
+        (
+            {"sloppy_step_share": 1, "right_guess_share": 1, "min_guesses": 2, "max_guesses": 2},
+            "3+5 maybe 8, no 8\n+2 maybe 10, no 10\n\\boxed{10}",
+        ),
+    ],
+)
+def test_a_solution_writes_every_partial_sum_or_its_guesses_and_a_boxed_answer(mixture, expected):
+    mixture = SolutionMixture(**mixture)
+    assert write_solution(Problem((3, 5, 2)), mixture, random.Random(0)) == expected
 
 
 def test_wrong_guesses_miss_the_sum_by_one_to_three_and_are_never_negative():
