@@ -105,7 +105,7 @@ def test_the_listed_wheels_are_those_that_are_tested_here() -> None:
 
 def test_the_files_with_tests_for_a_gpu_are_found() -> None:
     found = {path.name for path in parts.gpu_tests()}
-    assert {"test_cuda_device.py", "test_kernel_kl.py"} <= found
+    assert {"test_cuda_device.py", "test_kernel_logits.py"} <= found
 
 
 def test_what_doctor_judges_is_a_check_unless_no_part_uses_it(

@@ -6,7 +6,7 @@ Shape legend: N = rows of logits, V = columns, T = tokens, P = tensor-parallel r
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +19,6 @@ from tests.tolerances import assert_within
 
 ISAS: list[str] = extension.build_info()["available_isas"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = (
-    *((0, 16), (1, 1), (31, 2), (32, 15), (33, 16), (9, 17), (9, 63), (9, 64), (9, 65)),
-    *((9, 1025), (2, 4097), (2, 19_008), (2, 33_000)),
-)
-"""Numbers of tokens and of columns, around those of vectors, blocks and pieces."""
 LOWER, UPPER = (0.6, 0.9, 0.02), (1.2, 3.0, 0.05)
 """The candidates of the paper, of which ``paper_rule`` knows the values."""
 GRID = extension.ClipGrid(LOWER, UPPER)
@@ -92,36 +87,10 @@ def _storage(tensor: Tensor) -> Tensor:
     return tensor.as_strided((size,), (1,), 0)
 
 
-class Columns(NamedTuple):
-    """Which ids the columns have, and the temperature: the last arguments of ops over logits."""
-
-    start: int
-    vocab_size: int
-    temperature: float = 1.0
-
-
-class TokenResults(NamedTuple):
-    """What ``logprob_combine`` returns; each [T] float32."""
-
-    logprob: Tensor
-    entropy: Tensor
-    max: Tensor
-    log_sum: Tensor
-
-
-def token_results(
-    kernels: Any,
-    logits_NV: Tensor,
-    target_T: Tensor,
-    *,
-    rows_T: Tensor | None = None,
-    vocab_size: int | None = None,
-    temperature: float = 1.0,
-) -> TokenResults:
-    """Log-probs of one rank that holds the whole vocabulary."""
-    columns = Columns(0, vocab_size or logits_NV.shape[1], temperature)
-    part_T4 = kernels.logprob_partials(logits_NV, rows_T, target_T, *columns)
-    return TokenResults(*kernels.logprob_combine(part_T4[None], temperature))
+def token_results(kernels: Any, logits_TV: Tensor, target_T: Tensor) -> tuple[Tensor, ...]:
+    """Log-prob, entropy, maximum and log-sum of one rank that holds the whole vocabulary."""
+    part_T4 = kernels.logprob_partials(logits_TV, None, target_T, 0, logits_TV.shape[1], 1.0)
+    return tuple(kernels.logprob_combine(part_T4[None], 1.0))
 
 
 def assert_token_results(
@@ -135,22 +104,6 @@ def assert_token_results(
     assert torch.equal(results[2], max_T)
     d_TV = (logits_TV.double() - max_T[:, None]) / temperature
     assert_close(results[3], torch.logsumexp(d_TV, 1))
-
-
-class KlResults(NamedTuple):
-    """What ``kl_combine`` returns; each [T] float32."""
-
-    logprob: Tensor
-    entropy: Tensor
-    max: Tensor
-    log_sum: Tensor
-    teacher_max: Tensor
-    teacher_log_sum: Tensor
-    kl: Tensor
-
-    def numbers(self) -> tuple[Tensor, ...]:
-        """Those that ``kl_backward_`` takes, in its order."""
-        return (self.max, self.log_sum, self.entropy, *self[4:])
 
 
 @dataclass(frozen=True)
