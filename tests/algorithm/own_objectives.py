@@ -123,13 +123,6 @@ def whitens(tokens: TokenBatch) -> Tensor:
     return -(tokens.advantage - tokens.advantage.mean()) * tokens.ratio
 
 
-class MixesBounds(Bare):
-    """Mix tokens in a method other than ``loss``."""
-
-    def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
-        return tokens.ratio * 0, tokens.ratio.mean().expand(len(tokens))
-
-
 def raises(tokens: TokenBatch) -> Tensor:
     """Fail."""
     weights = {"positive": 1.0}
@@ -150,32 +143,6 @@ def fails_late(tokens: TokenBatch) -> Tensor:
     if tokens.update >= 1:
         raise RuntimeError("the second update is too much")
     return plain(tokens)
-
-
-def nan_late(tokens: TokenBatch) -> Tensor:
-    """Pass the trial and give NaN in training."""
-    return plain(tokens) * (float("nan") if tokens.update >= 1 else 1.0)
-
-
-class NanStatistics(Gspo):
-    """Pass the trial and sum up NaN in training."""
-
-    def statistics(self, tokens: TokenBatch) -> Tensor:
-        x = tokens.logprob - tokens.behaviour_logprob
-        return x / 0 * 0 if tokens.update >= 1 else x
-
-
-def nan_entropy_late(tokens: TokenBatch) -> Tensor:
-    """Pass the trial and have a derivative with respect to the entropy that is NaN in training."""
-    root = (tokens.entropy.clamp(min=1e-3) * (0.0 if tokens.update >= 1 else 1.0)).sqrt()
-    return plain(tokens) - 0.0 * root
-
-
-class TakenName(Bare):
-    """Report under the name of another metric."""
-
-    def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
-        return {"policy/entropy": tokens.ratio}
 
 
 def exits(tokens: TokenBatch) -> Tensor:

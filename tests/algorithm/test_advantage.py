@@ -85,10 +85,13 @@ def test_an_advantage_must_be_a_function() -> None:
     [
         ("numpy_advantage", "a numpy.ndarray for 2 samples"),
         ("bad_advantage", "a float64 tensor [] for 2 samples"),
+        ("infinite_advantage", "[nan, nan] for the rewards [0.0, 0.0]"),
     ],
 )
-def test_an_advantage_that_is_no_tensor_of_the_group_is_named(name: str, returned: str) -> None:
-    group = SimpleNamespace(samples=[SimpleNamespace(reward=0.0), SimpleNamespace(reward=1.0)])
+def test_what_is_no_finite_tensor_of_the_group_is_named(
+    name: str, returned: str
+) -> None:
+    group = SimpleNamespace(samples=[SimpleNamespace(reward=0.0)] * 2)
     with pytest.raises(UserCodeError, match=re.escape(f" returned {returned}")):
         Advantages(f"tests.algorithm.own_objectives:{name}").compute([group])
 

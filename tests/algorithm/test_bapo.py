@@ -18,8 +18,7 @@ from tests.algorithm.batches import (
     tokens_of,
 )
 from tests.fakes.given_tokens import make_tokens
-from tests.oracles.bound_search import exact_search
-from tests.oracles.token_batches import logprob_for_ratio, paper_rule, random_tokens
+from tests.oracles.token_batches import logprob_for_ratio
 
 
 def test_bapo_bounds_come_from_the_statistics() -> None:
@@ -90,27 +89,6 @@ def test_a_searched_bound_clips_from_the_next_float_on(bound: str, advantage: fl
     assert clipped_tokens(objective, tokens) == {"high": 0, "low": 0, "dual": 0} | {
         bound: outside_T.sum()
     }
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_statistics_of_parts_add_up_to_the_bounds_of_exact_arithmetic(seed: int) -> None:
-    rule = paper_rule()
-    tokens = random_tokens(np.random.default_rng(seed), 300, rule)
-    logprob_T, behaviour_T, advantage_T, mask_T = map(torch.from_numpy, tokens.arrays())
-    objective = Bapo(BapoConfig(), None)
-    batch = make_tokens(logprob_T, behaviour_T, advantage_T, mask_T)
-    whole_K = objective.statistics(batch)
-    total_K = torch.zeros_like(whole_K)
-    for part_T in torch.randperm(300).chunk(7):
-        total_K += objective.statistics(batch.select(part_T))
-    assert whole_K.dtype == torch.int64
-    assert torch.equal(total_K, whole_K)
-    exact = exact_search(tokens, rule)
-    decision = objective.decide(total_K).tolist()
-    assert decision[:2] == [exact.clip_low, exact.clip_high]
-    exits = {"start": 0, "met": 1, "exhausted": 2}
-    signed = int(((mask_T > 0) & (advantage_T != 0)).sum())
-    assert (decision[4], decision[-1]) == (exits[exact.exit], signed)
 
 
 @pytest.mark.parametrize(

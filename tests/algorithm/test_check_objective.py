@@ -52,16 +52,6 @@ def count_all(_: Any, tokens: TokenBatch) -> Tensor:
     return (tokens.mask > 0).sum(dtype=torch.int64)[None]
 
 
-class _FailingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ratio: Tensor) -> Tensor:
-        return ratio.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise KeyError("no gradient today")
-
-
 class Narrow(Bapo):
     """Declares fewer entries than it reads."""
 
@@ -150,12 +140,3 @@ def test_an_exception_of_any_method_passes_through(method: str) -> None:
     setattr(objective, method, fail)
     with pytest.raises(LookupError, match=method):
         check_objective(objective)
-
-
-def test_a_backward_pass_that_fails_is_found() -> None:
-    def loss(tokens: TokenBatch) -> Tensor:
-        ratio: Tensor = _FailingGradient.apply(tokens.ratio)
-        return -tokens.advantage * ratio
-
-    with pytest.raises(KeyError, match="no gradient today"):
-        check_objective(FunctionObjective(loss))

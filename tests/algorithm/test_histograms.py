@@ -64,13 +64,6 @@ def test_the_threshold_of_m2po_is_within_a_bin_of_the_sorted_one(
     assert np.mean(np.minimum(outward, threshold) ** 2) <= budget + 1e-6
 
 
-def test_tokens_that_move_nowhere_or_have_no_advantage_are_not_counted() -> None:
-    counts_K = make_objective(objective="m2po").statistics(
-        tokens_of([0.0, 0.5, 0.5, -0.5], [1.0, 0.0, 1.0, 1.0])
-    )
-    assert counts_K[: len(counts_K) // 2].sum() == 1
-
-
 def test_bounds_of_m2po_by_hand() -> None:
     # Outward: 1.5 and 0.5 (A > 0), −1 (A < 0). (0.25 + 2τ²)/3 = 0.5 at τ² = 0.625, τ = 0.79057:
     # the lower edge of its bin is 809/1024.
@@ -95,6 +88,7 @@ def test_bounds_of_m2po_by_hand() -> None:
         ([-1.0, 1.0], [1.0, -1.0], 0.0, math.inf, 0.0),  # none moves outwards
         ([], [], 0.0, math.inf, 0.0),
         ([1.0, 2.0], [0.0, 0.0], 0.0, math.inf, 0.0),
+        ([0.0, 0.5, 0.5, -0.5], [1.0, 0.0, 1.0, 1.0], 0.7, 1.5, 0.25),  # one moves outwards
         ([25.0, -25.0], [1.0, -1.0], 0.7, 1.5, 400.0),  # beyond the clamp of ℓ − μ
     ],
 )

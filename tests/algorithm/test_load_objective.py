@@ -80,7 +80,6 @@ def test_options_reach_the_function_and_the_class() -> None:
     ("name", "problem"),
     [
         ("whitens", "mixes tokens: its loss"),
-        ("MixesBounds", "mixes tokens: its bounds changes"),
         ("NoLoss", "raised TypeError: Can't instantiate abstract class"),
         ("raises", "raised KeyError: 'negative'"),
         ("clamps_in_place", "raised RuntimeError: one of the variables needed for gradient"),

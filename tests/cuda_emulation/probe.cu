@@ -1,7 +1,6 @@
 // Probes for tests of the emulator and of the shared index arithmetic; no kernel of the library.
 #include "common/row_layout.h"
 #include "cuda/device.cuh"
-#include "cuda/logits.cuh"
 
 namespace {
 
@@ -30,17 +29,13 @@ __global__ void race_kernel(int* out) {
   out[threadIdx.x] = values[(threadIdx.x + 1) % 64];
 }
 
-__global__ void sum_kernel(int* out) {
-  out[threadIdx.x] = bapo::warp_sum(static_cast<int>(threadIdx.x));
-}
-
 }  // namespace
 
 extern "C" {
 
 int probe_launch(int which, int* out) {
   void (*const kernels[])(int*) = {deadlock_kernel, exited_lane_kernel, misaligned_kernel,
-                                   race_kernel, sum_kernel};
+                                   race_kernel};
   return bapo::launch(kernels[which], 1, 64, nullptr, out);
 }
 
@@ -81,21 +76,6 @@ int probe_vectors_aligned(uint64_t address, int num_columns, int element_bytes) 
   const bapo::RowLayout layout = bapo::row_layout(address, num_columns, element_bytes);
   const uint64_t first = address + static_cast<uint64_t>(layout.num_head * element_bytes);
   return layout.num_vectors == 0 || first % bapo::kVectorBytes == 0;
-}
-
-// out[i] = the float32 that the shim's type gives for bits[i], and back.
-void probe_half(const uint16_t* bits, int count, float* out, uint16_t* back) {
-  for (int i = 0; i < count; ++i) {
-    out[i] = __half2float(__half{bits[i]});
-    back[i] = __float2half_rn(out[i]).bits;
-  }
-}
-
-void probe_round(const float* values, int count, uint16_t* half, uint16_t* bfloat16) {
-  for (int i = 0; i < count; ++i) {
-    half[i] = __float2half_rn(values[i]).bits;
-    bfloat16[i] = __float2bfloat16_rn(values[i]).bits;
-  }
 }
 
 }  // extern "C"

@@ -1,5 +1,7 @@
 """Candidates and paths, by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -61,35 +63,27 @@ def test_the_dual_clip_is_kept_as_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lower", "upper", "message"),
+    ("changes", "message"),
     [
-        ((0.4, 0.9, 0.1), (1.2, 3.0, 0.1), "0.5 <= lower.start .* got start 0.4 and max 0.9"),
-        ((0.9, 0.6, 0.1), (1.2, 3.0, 0.1), "got start 0.9 and max 0.6"),
-        ((0.6, 1.1, 0.1), (1.2, 3.0, 0.1), "got start 0.6 and max 1.1"),
-        ((0.6, 0.9, 0.1), (0.9, 3.0, 0.1), "1 <= upper.start .* got start 0.9 and max 3"),
-        ((0.6, 0.9, 0.1), (1.2, 256.0, 1.0), "upper.max < 256, got start 1.2 and max 256"),
-        ((0.6, float("nan"), 0.1), (1.2, 3.0, 0.1), "got start 0.6 and max nan"),
-        ((0.6, 0.9, 0.0), (1.2, 3.0, 0.1), "lower.step must be > 0 and finite, got 0"),
-        ((0.6, 0.9, 0.1), (1.2, 3.0, -1.0), "upper.step must be > 0 and finite, got -1"),
-        ((0.6, 0.9, 0.1), (1.0, 3.0, 0.001), "upper: at most 256 candidates .* use a larger step"),
+        ({"lower": (0.4, 0.9, 0.1)}, "0.5 <= lower.start .* got start 0.4 and max 0.9"),
+        ({"lower": (0.9, 0.6, 0.1)}, "got start 0.9 and max 0.6"),
+        ({"lower": (0.6, 1.1, 0.1)}, "got start 0.6 and max 1.1"),
+        ({"lower": (0.6, float("nan"), 0.1)}, "got start 0.6 and max nan"),
+        ({"lower": (0.6, 0.9, 0.0)}, "lower.step must be > 0 and finite, got 0"),
+        ({"upper": (0.9, 3.0, 0.1)}, "1 <= upper.start .* got start 0.9 and max 3"),
+        ({"upper": (1.2, 256.0, 1.0)}, "upper.max < 256, got start 1.2 and max 256"),
+        ({"upper": (1.2, 3.0, -1.0)}, "upper.step must be > 0 and finite, got -1"),
+        ({"upper": (1.0, 3.0, 0.001)}, "upper: at most 256 candidates .* use a larger step"),
+        *(
+            ({"dual_clip": value}, "dual_clip must be > 1 and finite")
+            for value in (1.0, 0.5, float("inf"), float("nan"))
+        ),
+        ({"order": "both"}, "order must be upper_first or lower_first, got 'both'"),
+        ({"spacing": "log"}, "spacing must be multiples or running_sum, got 'log'"),
     ],
 )
 @pytest.mark.parametrize("spacing", ["multiples", "running_sum"])
-def test_ranges_outside_the_limits_are_refused(
-    lower: tuple, upper: tuple, message: str, spacing: str
-) -> None:
+def test_what_is_no_grid_is_refused(changes: dict[str, Any], message: str, spacing: str) -> None:
+    ranges = {"lower": (0.6, 0.9, 0.1), "upper": (1.2, 3.0, 0.1)}
     with pytest.raises(ValueError, match=message):
-        ClipGrid(lower, upper, spacing=spacing)
-
-
-@pytest.mark.parametrize("dual_clip", [1.0, 0.5, float("inf"), float("nan")])
-def test_a_dual_clip_of_at_most_one_is_refused(dual_clip: float) -> None:
-    with pytest.raises(ValueError, match="dual_clip must be > 1 and finite"):
-        ClipGrid(*RECIPE, dual_clip=dual_clip)
-
-
-def test_names_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match="order must be upper_first or lower_first, got 'both'"):
-        ClipGrid(*RECIPE, order="both")
-    with pytest.raises(ValueError, match="spacing must be multiples or running_sum, got 'log'"):
-        ClipGrid(*RECIPE, spacing="log")
+        ClipGrid(**{**ranges, "spacing": spacing, **changes})

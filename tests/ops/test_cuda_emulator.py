@@ -35,32 +35,6 @@ class TestEmulator:
         assert ascending[:2] == descending[:2] == (0, "")
         assert ascending[2] != descending[2]
 
-    def test_adds_over_the_lanes_of_each_warp(self, emulated: EmulatedKernels) -> None:
-        assert self.probe(emulated, 4) == (0, "", [496] * 32 + [1520] * 32)
-
-    def test_half_conversions_are_those_of_torch(self, emulated: EmulatedKernels) -> None:
-        bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
-        expected = bits.view(torch.float16).float()
-        got = torch.empty(65536)
-        back = torch.empty(65536, dtype=torch.uint16)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (bits, got, back)]
-        emulated.library.probe_half(pointers[0], 65536, pointers[1], pointers[2])
-        finite = ~expected.isnan()
-        assert torch.equal(got[finite], expected[finite])
-        assert bool(got[~finite].isnan().all())
-        assert torch.equal(back[finite].int(), bits[finite].int())
-
-    def test_rounding_to_16_bits_is_that_of_torch(self, emulated: EmulatedKernels) -> None:
-        generator = torch.Generator().manual_seed(3)
-        exponents = torch.randint(-30, 20, (20000,), generator=generator)
-        values = torch.randn(20000, generator=generator) * torch.exp2(exponents.float())
-        half = torch.empty(20000, dtype=torch.uint16)
-        bfloat16 = torch.empty(20000, dtype=torch.uint16)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (values, half, bfloat16)]
-        emulated.library.probe_round(pointers[0], 20000, pointers[1], pointers[2])
-        assert torch.equal(half.view(torch.float16), values.half())
-        assert torch.equal(bfloat16.view(torch.bfloat16), values.bfloat16())
-
 
 class TestRowLayout:
     @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -45,18 +45,6 @@ def test_results_and_gradients_of_selected_rows_equal_float64(
     assert torch.count_nonzero(logits_NV.grad[[0, 3, 4, 6, 7, 9]]) == 0
 
 
-def test_a_token_that_is_nan_has_no_part_in_a_gradient_without_it() -> None:
-    logits_TV = random_logits(3, 6, torch.float32)
-    logits_TV[1, 5] = torch.nan
-    logits_TV.requires_grad_()
-    result = vocab_parallel_logprobs(logits_TV, torch.tensor([0, 1, 2]), vocab_size=6)
-    assert result.logprob_T.isnan().tolist() == [False, True, False]
-    result.logprob_T.backward(torch.tensor([1.0, 0.0, 1.0]))
-    assert logits_TV.grad is not None
-    assert logits_TV.grad.isfinite().all()
-    assert torch.count_nonzero(logits_TV.grad[1]) == 0
-
-
 def test_a_second_backward_through_the_gradient_is_refused() -> None:
     logits_TV = random_logits(1, 4, torch.float32).requires_grad_()
     result = vocab_parallel_logprobs(logits_TV, torch.tensor([1]), vocab_size=4)

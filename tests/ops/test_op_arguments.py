@@ -60,15 +60,22 @@ def broken_grid(offset: int, value: int | float) -> dict[str, Tensor]:
     return {"grid": torch.frombuffer(content, dtype=torch.uint8)}
 
 
+def unfit(*names: str) -> list[tuple[dict[str, Any], str]]:
+    """Each of these tensors of a float32 per token with another length, type or stride."""
+    return [
+        ({name: value}, f" {name} must {rule}")
+        for name in names
+        for value, rule in (
+            (torch.zeros(2), r"have shape \[3\], got \[2\]"),
+            (torch.zeros(3).double(), "be float32, got float64"),
+            (torch.zeros(6)[::2], "be contiguous, got stride 2"),
+        )
+    ]
+
+
 FIRST_UPPER, FIRST_LOWER = 16, 16 + 4 * 256
 """Offsets in the grid's bytes, behind two counts, a flag and the order."""
-LOGITS_NV, TARGET_T, SHORT, STRIDED = (
-    torch.zeros(3, 8),
-    torch.tensor([0, 1, 2]),
-    torch.zeros(2),
-    torch.zeros(6)[::2],
-)
-
+LOGITS_NV, TARGET_T = torch.zeros(3, 8), torch.tensor([0, 1, 2])
 TABLE = filled_table(random_tokens(np.random.default_rng(0), 50, paper_rule()), GRID)
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "logprob_partials": [
@@ -100,11 +107,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "logits_backward_": [
         ({"rows": torch.tensor([0, 2, 0])}, "rows must select each row at most once"),
         ({"target": torch.tensor([0, 1, 8])}, r"target must lie in .* \[0, 8\), got 8 at token 2"),
-        ({"max": SHORT}, r"max must have shape \[3\], got \[2\]"),
-        ({"log_sum": torch.zeros(3).double()}, "log_sum must be float32, got float64"),
-        ({"entropy": STRIDED}, "entropy must be contiguous, got stride 2"),
-        ({"grad_logprob": torch.zeros(1)}, r"grad_logprob must have shape \[3\], got \[1\]"),
-        ({"grad_entropy": torch.zeros(3).half()}, "grad_entropy must be float32, got float16"),
+        *unfit(*NUMBERS, "grad_logprob", "grad_entropy"),
     ],
     "kl_partials": [
         ({"student": LOGITS_NV.double()}, "student must be float32.* got float64"),
@@ -124,22 +127,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"partials": torch.zeros(1, 8, 3).transpose(1, 2)}, "partials must be contiguous"),
         ({"direction": ""}, "direction must be reverse or forward, got ''"),
     ],
-    "kl_backward_": [
-        ({name: value}, f"{name} must {rule}")
-        for name in (*KL_NUMBERS, "grad_logprob", "grad_entropy", "grad_kl")
-        for value, rule in (
-            (SHORT, r"have shape \[3\], got \[2\]"),
-            (torch.zeros(3).double(), "be float32, got float64"),
-            (STRIDED, "be contiguous, got stride 2"),
-        )
-    ],
+    "kl_backward_": unfit(*KL_NUMBERS, "grad_logprob", "grad_entropy", "grad_kl"),
     "contributions_": [
         ({"table": torch.zeros(224)}, "table must be int64, got float32"),
         ({"table": torch.zeros(7, dtype=torch.int64)}, r"table must have shape \[224\], got \[7\]"),
         ({"logprob": torch.zeros(2, 2)}, r"logprob must have shape \[T\], got \[2, 2\]"),
-        ({"behaviour_logprob": SHORT}, r"behaviour_logprob must have shape \[3\], got"),
-        ({"advantage": torch.zeros(3).double()}, "advantage must be float32, got float64"),
-        ({"mask": STRIDED}, "mask must be contiguous, got stride 2"),
+        *unfit("behaviour_logprob", "advantage", "mask"),
         ({"weight": "none"}, "weight must be uniform or behaviour_prob, got 'none'"),
     ],
     "search_bounds": [
@@ -165,10 +158,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "importance_ratio": [
         ({"logprob": torch.zeros(2, 2)}, r" logprob must have shape \[T\], got \[2, 2\]"),
         ({"logprob": torch.zeros(3).double()}, " logprob must be float32, got float64"),
-        ({"logprob": STRIDED}, " logprob must be contiguous, got stride 2"),
-        ({"behaviour_logprob": SHORT}, r"behaviour_logprob must have shape \[3\], got \[2\]"),
-        ({"behaviour_logprob": torch.zeros(3).half()}, "behaviour_logprob must be float32"),
-        ({"behaviour_logprob": STRIDED}, "behaviour_logprob must be contiguous, got stride 2"),
+        ({"logprob": torch.zeros(6)[::2]}, " logprob must be contiguous, got stride 2"),
+        *unfit("behaviour_logprob"),
     ],
 }
 REFUSED["kl_backward_"] += REFUSED["kl_partials"]
@@ -199,11 +190,8 @@ def test_what_an_op_refuses_it_names_and_nothing_is_overwritten(
         ("kl_partials", {"direction": "forward"}),
         ("kl_backward_", {"direction": "forward", "grad_entropy": torch.ones(3)}),
         *(
-            ("logprob_partials", {"logits": torch.zeros(3, 8, dtype=dtype)})
-            for dtype in (torch.bfloat16, torch.float16)
-        ),
-        *(
-            ("logits_backward_", {"logits": torch.zeros(3, 8, dtype=dtype)})
+            (op, {"logits": torch.zeros(3, 8, dtype=dtype)})
+            for op in ("logprob_partials", "logits_backward_")
             for dtype in (torch.bfloat16, torch.float16)
         ),
         ("importance_ratio", {name: torch.zeros(0) for name in TOKENS[:2]}),

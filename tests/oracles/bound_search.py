@@ -31,11 +31,6 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.logprob)
 
-    def take(self, index: npt.NDArray[np.int64]) -> Tokens:
-        return Tokens(
-            self.logprob[index], self.behaviour[index], self.advantage[index], self.mask[index]
-        )
-
     def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
         return self.logprob, self.behaviour, self.advantage, self.mask
 
@@ -146,41 +141,23 @@ def exact_search(tokens: Tokens, rule: Rule) -> Found:
     return _walk(rule, reaches)
 
 
-def float64_sums(
-    tokens: Tokens, rule: Rule, clip_low: float, clip_high: float
-) -> tuple[float, float]:
-    """P and N in float64, nothing rounded but r itself; correctly rounded sums."""
+def float64_search(tokens: Tokens, rule: Rule) -> Found:
+    """Walk the path by shares in float64, nothing rounded but r itself.
+
+    The margin is the least |ρ − ρ0| of a visited pair.
+    """
+    assert (rule.contribution, rule.measure) == ("surrogate", "share")
     ratio = tokens.ratios().astype(np.float64)
     weighted = tokens.weighted_advantages(rule.weight)
-    if rule.contribution == "surrogate":
-        up, down = np.minimum(ratio, clip_high), np.maximum(ratio, clip_low)
-    else:
-        dual = math.inf if rule.dual_clip is None else rule.dual_clip
-        up = np.where(ratio < clip_high, ratio, 0.0)
-        down = np.where((ratio > clip_low) & (ratio <= dual), ratio, 0.0)
-    positive = math.fsum((weighted * up)[weighted > 0].tolist())
-    negative = math.fsum((-weighted * down)[weighted < 0].tolist())
-    return positive, negative
-
-
-def float64_search(tokens: Tokens, rule: Rule) -> Found:
-    """Walk the path in float64 and report how near to the target a visited pair came.
-
-    The margin is |ρ − ρ0| with measure share, |P − τN| / (P + τN) with measure ratio.
-    """
     margins = [math.inf]
 
     def reaches(clip_low: float, clip_high: float) -> bool:
-        positive, negative = float64_sums(tokens, rule, clip_low, clip_high)
-        if negative == 0:
-            return True
-        if rule.measure == "share":
-            share = positive / (positive + negative)
-            margins.append(abs(share - rule.target))
-            return share >= rule.target
-        scaled = rule.target * negative
-        margins.append(abs(positive - scaled) / (positive + scaled))
-        return positive / negative >= rule.target
+        up, down = np.minimum(ratio, clip_high), np.maximum(ratio, clip_low)
+        positive = math.fsum((weighted * up)[weighted > 0].tolist())
+        negative = math.fsum((-weighted * down)[weighted < 0].tolist())
+        share = positive / (positive + negative)
+        margins.append(abs(share - rule.target))
+        return share >= rule.target
 
     result = _walk(rule, reaches)
     return Found(result.clip_low, result.clip_high, result.exit, min(margins))

@@ -3,12 +3,10 @@
 By torch's autograd from whole rows. Shape legend: T = tokens, V = true vocabulary.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from tests.oracles.logprob import logits_gradient
+from tests.oracles.logprob import Gradient64, logits_gradient
 
 LOG_FLOOR = -103.97207708399179
 """−150 ln 2: log-prob of a logit of −inf, relative to the row's largest one."""
@@ -47,13 +45,6 @@ def kl_term_size(
     return (p_TV.softmax(1) * (log_p_TV.abs() + log_q_TV.abs())).sum(1)
 
 
-class KlGradient64(NamedTuple):
-    """d loss / d student's logits, and the size of the terms that it is the sum of."""
-
-    gradient_TV: Tensor
-    term_size_TV: Tensor
-
-
 def kl_logits_gradient(
     student_TV: Tensor,
     teacher_TV: Tensor,
@@ -61,7 +52,7 @@ def kl_logits_gradient(
     grads: tuple[Tensor, Tensor, Tensor],
     direction: str,
     temperature: float = 1.0,
-) -> KlGradient64:
+) -> Gradient64:
     """Gradient of Σ g · log-prob + h · entropy + k · KL, with grads = (g, h, k), each [T]."""
     by_logprob_T, by_entropy_T, by_kl_T = grads
     leaf_TV = student_TV.double().requires_grad_()
@@ -78,4 +69,4 @@ def kl_logits_gradient(
     else:
         size_TV = size_TV + log_q_TV.exp()
     size_TV = by_kl_T.double().abs()[:, None] * size_TV / temperature
-    return KlGradient64(other.gradient_TV + by_kl_TV, other.term_size_TV + size_TV)
+    return Gradient64(other.gradient_TV + by_kl_TV, other.term_size_TV + size_TV)
