@@ -41,7 +41,7 @@ def make_requests(number: int, options: argparse.Namespace) -> list[GenerateRequ
     requests = []
     for n in range(number):
         if n % GROUP == 0:
-            length = int(draw.integers(options.prompt // 2, options.prompt + 1))
+            length = int(draw.integers(12, 25))
             prompt = draw.integers(3, 20, size=length).tolist()
         settings = SamplingSettings(1.0, options.tokens, seed=n)
         requests.append(GenerateRequest(input_ids=prompt, sampling=settings, label="", version=0))
@@ -95,14 +95,13 @@ def measure(
     """Time every number of rows on one model."""
     import transformers
 
-    loaded = load_model(model_dir, options.dtype, options.device)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=getattr(torch, options.dtype)
-    ).to(device)
+    loaded = load_model(model_dir, "float32", options.device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.to(device)
     sections = []
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = server_config(model_dir, directory, dtype=options.dtype, server=SERVER)
+        config = server_config(model_dir, directory, dtype="float32", server=SERVER)
         server = SglangServer(config, options.device, KEYS)
         stack.enter_context(running(server))
         client = runner.run(_connect(server.address, server.keys))
@@ -144,10 +143,8 @@ async def _connect(address: str, keys: Any) -> SglangClient:
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--tokens", type=int, default=64, help="limit of a response")
-    parser.add_argument("--prompt", type=int, default=24, help="tokens of the longest prompt")
     parser.add_argument(
         "--wide", type=int, default=384, help="hidden units of the second model; 0: leave it out"
     )

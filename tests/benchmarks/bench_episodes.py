@@ -41,10 +41,10 @@ def make_taught(scratch: Path, seed: int) -> Path:
     return tiny
 
 
-def train_once(scratch: Path, settings: list[str], seed: int, steps: int) -> dict[str, Any]:
+def train_once(scratch: Path, seed: int, steps: int) -> dict[str, Any]:
     """Make a tiny model and train it; before and after are shares with their 95 % intervals."""
     tiny = make_taught(scratch, seed)
-    rows = train(scratch / f"run{seed}", tiny, steps, [f"seed={seed}", *SETTINGS, *settings])
+    rows = train(scratch / f"run{seed}", tiny, steps, [f"seed={seed}", *SETTINGS])
     trained = [row for row in rows if "train/lr" in row]
     evaluated = [row for row in rows if SCORE in row]
 
@@ -83,21 +83,13 @@ def markdown(report: dict[str, Any], picture: str) -> str:
 
 def main() -> None:
     parser = report_arguments(__doc__ or "", needs_out=True)
-    parser.add_argument("settings", nargs="*", help="KEY=VALUE for every run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        trainings = [
-            train_once(Path(scratch), options.settings, seed, options.steps)
-            for seed in range(options.seeds)
-        ]
-    report = {
-        "machine": machine(),
-        "steps": options.steps,
-        "settings": options.settings,
-        "runs": trainings,
-    }
+        seeds = range(options.seeds)
+        trainings = [train_once(Path(scratch), seed, options.steps) for seed in seeds]
+    report = {"machine": machine(), "steps": options.steps, "runs": trainings}
     picture = options.out.with_suffix(".png")
     runs = {f"seed {training['seed']}": [training["curves"]] for training in trainings}
     draw(CURVES, runs, picture)

@@ -30,7 +30,6 @@ from tests.benchmarks.harness import (
 
 CHUNKS = (512, 1024, 2048)
 KL_COEFFICIENT = 0.1
-QUICK = {"tokens": 96, "columns": 300, "hidden": 16, "rounds": 1, "hidden_rounds": 1}
 
 
 class Problem:
@@ -218,10 +217,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=19008, help="152,064 over 8 ranks")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--hidden-rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="sizes that show only that it runs")
     options = parser.parse_args()
-    if options.quick:
-        vars(options).update(QUICK)
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     publish("Loss stage with a teacher", measure(options, device), options, device)

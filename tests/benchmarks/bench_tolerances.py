@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,12 @@ FOLDERS = ("tests/ops", "tests/policy", "tests/trainer")
 """Of the tests that compare float32 computations by ``assert_within``."""
 
 
-def run_tests(name: str, records: Path, tests: Sequence[str]) -> int:
-    """Run the tests in an environment, in ranks as well; returns pytest's exit code."""
+def run_tests(name: str, records: Path) -> None:
+    """Run the numeric tests in an environment, in ranks as well."""
     variables = {"OMP_NUM_THREADS": "1", FILE: str(records.absolute()), **ENVIRONMENTS[name]}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not sglang and not browser", *tests]
-    return subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | variables, check=False
-    ).returncode
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not sglang and not browser"]
+    command += numeric_tests()
+    subprocess.run(command, cwd=REPOSITORY, env=os.environ | variables, check=False)
 
 
 def numeric_tests() -> list[str]:
@@ -99,14 +98,13 @@ def _markdown(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = report_arguments(__doc__ or "")
     parser.add_argument("--records", type=Path, required=True, help="folder of what tests record")
-    parser.add_argument("tests", nargs="*", help="instead of all numeric tests")
     options = parser.parse_args()
     options.records.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine(), "environments": {}}
     for name in ENVIRONMENTS:
         records = options.records / f"{name.replace(' ', '_')}.jsonl"
         if not records.exists():
-            run_tests(name, records, options.tests or numeric_tests())
+            run_tests(name, records)
         report["environments"][name] = worst(records.read_text().splitlines())
     finish(options.out, _markdown(report), report)
 

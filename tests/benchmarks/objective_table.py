@@ -106,8 +106,6 @@ def markdown(report: dict[str, Any], arms: dict[str, list[dict[str, float]]]) ->
 def main() -> None:
     parser = report_arguments(__doc__ or "", needs_out=True)
     parser.add_argument("data_dir", type=Path, help="what examples.tiny wrote")
-    parser.add_argument("settings", nargs="*", help="KEY=VALUE for every arm")
-    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
@@ -116,8 +114,8 @@ def main() -> None:
     runs = train_variants(
         options.data_dir.resolve(),
         options.runs.resolve(),
-        {name: ARMS[name] for name in options.arms},
-        common=["rollout.engine=local", *options.settings],
+        ARMS,
+        common=["rollout.engine=local"],
         seeds=options.seeds,
         steps=options.steps,
     )
@@ -125,12 +123,7 @@ def main() -> None:
         name: [read_run(run.run_dir / "metrics.jsonl", run.seed) for run in of_arm]
         for name, of_arm in runs.items()
     }
-    report = {
-        "machine": where,
-        "steps": options.steps,
-        "settings": options.settings,
-        "arms": arms,
-    }
+    report = {"machine": where, "steps": options.steps, "arms": arms}
     finish(options.out, markdown(report, arms), report)
 
 

@@ -45,7 +45,7 @@ from tests.trainer.dumps import make_random_model
         ),
         (
             "bench_kl",
-            ["--quick"],
+            ["--tokens=96", "--columns=300", "--hidden=16", "--hidden-rounds=1"],
             {"ours", "eager torch", "torch.compile", "ours, chunks of 24"},
             [r"Ours moves 5·T·V·b = 0\.00 GB", r"Operators dispatched.*; eager torch: \d+\."],
         ),

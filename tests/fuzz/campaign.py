@@ -29,7 +29,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cases", type=int, default=2400)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="*", default=[])
     parser.add_argument("--out", type=Path, help="gets every case as a line of JSON")
     options = parser.parse_args(arguments)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", NO_COLOR="1")
@@ -79,14 +78,13 @@ def _run_all(root: Path, options: argparse.Namespace) -> Iterator[Outcome]:
     from tests.fuzz.kinds import KINDS
     from tests.fuzz.known import KNOWN
 
-    known = {} if options.first or options.kinds else KNOWN
+    known = {} if options.first else KNOWN
     for number, (name, case) in enumerate(known.items()):
         yield run_case(name, case.make, root, f"known_{number}")
-    names = options.kinds or list(KINDS)
-    weights = [KINDS[name][1] for name in names]
+    weights = [weight for _, weight in KINDS.values()]
     for number in range(options.first, options.first + options.cases):
         rng = Random(f"{options.seed}:{number}")
-        kind = rng.choices(names, weights)[0]
+        kind = rng.choices(list(KINDS), weights)[0]
         yield run_case(
             f"{kind} {number}",
             functools.partial(KINDS[kind][0], rng=rng),

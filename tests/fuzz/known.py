@@ -1,6 +1,5 @@
 """Known cases of bad input, by name; each has been a traceback or a silent error."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ def cell(column: str, value: Any, element: int | None = None) -> Known:
     return Known(REPLAY, (DUMP, "sample 0 of group 0", column), change, "dumps")
 
 
-def metadata(change: Callable[[bytes], bytes | None], place: str = METADATA.decode()) -> Known:
+def metadata(change: Callable[[bytes], bytes | None]) -> Known:
     """Other metadata; None for none at all."""
 
     def write(files: Path) -> None:
@@ -116,14 +115,7 @@ def metadata(change: Callable[[bytes], bytes | None], place: str = METADATA.deco
         stored = None if content is None else {METADATA: content}
         pq.write_table(table.replace_schema_metadata(stored), files / "dumps" / DUMP)
 
-    return Known(REPLAY, (DUMP, place), write, "dumps")
-
-
-def metadata_field(*place: str, value: Any) -> Known:
-    def change(content: bytes) -> bytes:
-        return json.dumps(harm.put(json.loads(content), place, value)).encode()
-
-    return metadata(change, f"'{'.'.join(place)}'")
+    return Known(REPLAY, (DUMP, METADATA.decode()), write, "dumps")
 
 
 def flipped(name: str, find: Callable[[bytes], int], bits: int) -> Callable[[Path], None]:
@@ -144,7 +136,6 @@ def flipped_dump(find: Callable[[bytes], int], bits: int) -> Known:
 DUMPS = {
     "token outside the vocabulary": cell("response_token_ids", 10**6, element=0),
     "null token": cell("response_token_ids", None, element=0),
-    "null version": cell("versions", None, element=0),
     "version above the batch's": cell("versions", 1000, element=0),
     "NaN reward": cell("reward", float("nan")),
     "component that is a text": cell("reward_components", '{"a": "1"}'),
@@ -153,10 +144,6 @@ DUMPS = {
     "broken metadata": metadata(lambda content: content[:17]),
     "flipped byte in metadata": metadata(lambda content: content.replace(b":", b"\xba")),
     "metadata nested deeply": metadata(lambda _: b"[" * harm.DEEP),
-    "step of 10^30": metadata_field("step", value=10**30),
-    "version NaN": metadata_field("version", value=float("nan")),
-    "counter NaN": metadata_field("stats", "generation_s", value=float("nan")),
-    "unknown counter": metadata_field("stats", "lost", value=1),
     "flipped length of the footer": flipped_dump(lambda _: -6, 1),
     "column name that is not UTF-8": flipped_dump(lambda c: c.index(b"prompt_id") + 1, 0x9B),
 }

@@ -1,6 +1,7 @@
 """Answers that nobody writes never fail a built-in grader."""
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -11,16 +12,19 @@ from tests.sandbox.host import require_bubblewrap
 
 require_bubblewrap()
 
+BATCHES = int(os.environ.get("BAPO_TEST_GRADINGS", "3"))
+"""Of thirty texts each."""
+
 
 @pytest.mark.slow
 def test_no_answer_fails_a_built_in_grader() -> None:
-    texts = strings(60, seed=5) + expressions(30, seed=5)
+    texts = strings(20 * BATCHES, seed=5) + expressions(10 * BATCHES, seed=5)
 
-    totals = asyncio.run(grade(texts, timeout_s=5.0, every=30))
+    totals = asyncio.run(grade(texts))
 
     assert totals.faults == []
-    assert totals.reasons.total() == 90 * 5 + 3
-    assert len(totals.limits) <= 3
+    assert totals.reasons.total() == (30 * 5 + 1) * BATCHES
+    assert len(totals.limits) <= BATCHES
 
 
 @pytest.mark.parametrize(

@@ -30,15 +30,7 @@ def _row(setting: Setting) -> dict[str, Any]:
         "accuracy_after": accuracy,
         **dict.fromkeys(("reward", "entropy", "gradient_norm"), (0.5, accuracy)),
         **dict.fromkeys(("clipped_high", "clipped_low"), (0.01, 0.02)),
-        **dict.fromkeys(
-            (
-                "low",
-                "exit_start",
-                "exit_met",
-            ),
-            searched,
-        ),
-        **dict.fromkeys(("high", "positive_share"), searched),
+        **dict.fromkeys(("low", "high", "positive_share", "exit_start", "exit_met"), searched),
     }
 
 
