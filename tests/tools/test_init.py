@@ -14,9 +14,7 @@ from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import flat_settings
 from bapo_megatron.data.rows import DataError
-from bapo_megatron.telemetry.sinks import read_metrics
 from tests.data.rows import write_jsonl
-from tests.launch import run
 from tests.tools.planning.cases import MODELS
 
 
@@ -37,12 +35,6 @@ NO_SAVING = {
 FULL, CHUNKED = {"megatron.recompute": "full"}, {"ops.logits_chunk_tokens": 2048}
 ON_HOST = {**CHUNKED, "megatron.optimizer_offload_share": 1.0}
 LORA = {**CHUNKED, "model.lora.rank": 32}
-
-
-@pytest.fixture
-def gsm8k(shared_data: Path) -> Path:
-    """Enough prompts for whole batches."""
-    return shared_data / "gsm8k_test.jsonl"
 
 
 @pytest.fixture
@@ -136,18 +128,6 @@ def test_without_gpus_it_writes_a_cpu_configuration(
     assert "server" not in text.replace("without a server", "")
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_the_cpu_configuration_trains(random_model: Path, sums: Path, tmp_path: Path) -> None:
-    init(tmp_path / "mine", random_model, sums, 0, "--response-tokens", "8")
-    limits = ["train.steps=2", "rollout.samples_per_group=2", "log.tensorboard=false"]
-    result = run(["train", str(tmp_path / "mine" / "run.yaml"), *limits])
-    assert result.returncode == 0, result.stderr
-    steps = [row["step"] for row in read_metrics(tmp_path / "mine/run/metrics.jsonl")]
-    assert steps == [1, 2]
-    assert f"the trained model: {tmp_path}/mine/run/hf" in result.stdout
-
-
 QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
 QWEN3_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 QWEN3_SHAPES: dict[str, dict[str, Any]] = {
@@ -183,14 +163,15 @@ def test_what_fits_is_written_with_what_it_takes(
     divided: str,
     tensor: int,
     published,
-    gsm8k: Path,
+    shared_data: Path,
     tmp_path: Path,
     capsys,
 ) -> None:
     model = published("qwen3-30b-a3b" if size == "30b-a3b" else "qwen3-0.6b")
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(fields | QWEN3_SHAPES.get(size, {})))
-    config = init(tmp_path / "run", model, gsm8k, gpus)
+    # Enough prompts for whole batches.
+    config = init(tmp_path / "run", model, shared_data / "gsm8k_test.jsonl", gpus)
     values = flat_settings(config)
     assert {key: values[key] for key in NO_SAVING} == NO_SAVING | saving
     assert config.rollout.colocated is (divided == "colocated")
