@@ -7,22 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import decode_batch
-from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.grading import Grader
-from bapo_megatron.rollout.pool import EnginePool
-from bapo_megatron.rollout.scoring import TeacherPool, connect_teacher
 from bapo_megatron.types import RolloutBatch
 from tests.data.samples import add_branch, make_episode
-from tests.engine.helpers import MakeConfig, reference_distribution
-from tests.fakes.fake_pool import deliver
+from tests.engine.helpers import MakeConfig
 from tests.fakes.fake_sglang import FakeSglang, logprob_of
 from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
 from tests.fakes.stepped_pool import SteppedPool
-from tests.rollout.batching_setup import PROMPTS, Renderer, make_batches, settle
+from tests.rollout.batching_setup import PROMPTS, Renderer, settle
 from tests.rollout.batching_setup import Setup as BatchSetup
 from tests.rollout.calls import end
 from tests.rollout.conftest import Open, changed
@@ -38,13 +33,12 @@ class Setup(BatchSetup):
         *,
         has_teacher: bool = True,
         top_k: int = 2,
-        sees_groups: bool = False,
         **options: Any,
     ) -> None:
         self.engine, self.teacher = FakeTeacher(), make_teacher(top_k=top_k)
         teacher = self.teacher if has_teacher else None
         rewards: Any = CountingRewards()
-        grader = Grader(Renderer(), rewards, sees_groups=sees_groups, teacher=teacher)
+        grader = Grader(Renderer(), rewards, teacher=teacher)
         super().__init__(grader=grader, **options)
 
     async def collect(self, step: int) -> asyncio.Task[RolloutBatch | None]:
@@ -57,11 +51,8 @@ class Setup(BatchSetup):
         await self.teacher.close()
 
 
-@pytest.mark.parametrize("sees_groups", [False, True])
-async def test_a_batch_waits_for_the_teacher_whose_columns_all_its_samples_have(
-    sees_groups: bool,
-) -> None:
-    setup = Setup(sees_groups=sees_groups)
+async def test_a_batch_waits_for_the_teacher_whose_columns_all_its_samples_have() -> None:
+    setup = Setup()
     setup.engine.held = asyncio.Event()
     collecting = await setup.collect(1)
     await setup.give([0], 4, ends=True)
@@ -176,58 +167,16 @@ async def test_an_episode_is_graded_once_and_its_sequences_are_scored_apart() ->
     assert sample.branches[0].reward == 0.0
 
 
-def distilled(config: RunConfig, path: Path, **changes: Any) -> RunConfig:
-    teacher = {"path": str(path), **changes.pop("teacher")}
-    return changed(
-        config, "algorithm", distillation={"coefficient": 1, "teacher": teacher, **changes}
-    )
-
-
-async def test_the_policy_as_its_own_teacher_has_the_log_probs_that_it_sampled_with(
-    make_config: MakeConfig, model_dir: Path
-) -> None:
-    config = distilled(
-        make_config(engine="local", groups_per_step=2, max_response_tokens=20),
-        model_dir,
-        teacher={"engine": "local"},
-        loss="top_k",
-        top_k=5,
-    )
-    backend = load_kind("local").open(config, "cpu", awaits_weights=False)
-    pool = EnginePool([await backend.connect("local")], config.rollout, 0)
-    teacher = TeacherPool(config.algorithm.distillation, config.rollout, 4096)
-    await teacher.start(await connect_teacher(config, "cpu"))
-    grader = Grader(Renderer(), CountingRewards(), teacher=teacher)
-    batches = make_batches(grader, config.rollout.model_dump())
-    batches.attach(pool)
-    batch = await batches.collect(1, deliver)
-    await batches.close()
-    await pool.states.close()
-    await teacher.close()
-    assert batch is not None
-    assert len(batch.samples) == 4
-    for sample in batch.samples:
-        prompt, response = sample.prompt.token_ids, sample.response_token_ids
-        logprobs, tops = sample.columns["teacher_logprob"], sample.columns["teacher_top_logprobs"]
-        np.testing.assert_allclose(logprobs, sample.behaviour_logprobs, rtol=0, atol=1e-5)
-        logprob_RV = reference_distribution(model_dir, [*prompt.tolist(), *response.tolist()])
-        top_RK = -np.sort(-logprob_RV[len(prompt) - 1 : -1], axis=1)[:, :5]
-        np.testing.assert_allclose(tops, top_RK, rtol=0, atol=1e-5)
-
-
 @pytest.mark.slow
 def test_a_run_has_its_batches_scored_and_not_its_evaluations(
     make_config: MakeConfig, open_client: Open, model_dir: Path, tmp_path: Path
 ) -> None:
     with FakeSglang(stop_at=40) as policy, FakeSglang() as served:
-        config = distilled(
-            make_config(servers=(policy.address,), oversample_groups=0),
-            model_dir,
-            teacher={"engine": "sglang", "servers": [served.address], "patience_s": 1.0},
-            loss="top_k",
-            top_k=3,
-        )
-        client = open_client(config)
+        teacher = {"engine": "sglang", "servers": [served.address], "patience_s": 1.0}
+        teacher |= {"path": str(model_dir)}
+        distillation = {"coefficient": 1, "loss": "top_k", "top_k": 3, "teacher": teacher}
+        config = make_config(servers=(policy.address,), oversample_groups=0)
+        client = open_client(changed(config, "algorithm", distillation=distillation))
         client.sync_weights(tmp_path, 1)
         encoded = client.collect(1)
         assert encoded is not None
