@@ -1,10 +1,10 @@
-"""Unfinished samples keep every token, and survive a checkpoint bit for bit."""
+"""Unfinished samples keep every token and their experts, and survive a checkpoint bit for bit."""
 
 import io
 import json
 import math
 from collections import deque
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from bapo_megatron.data.staleness import response_age
 from bapo_megatron.rollout import saved as saved_module
 from bapo_megatron.rollout.buffer import DropReason, Episode, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved
-from bapo_megatron.types import FinishReason, Prompt, Sample, VersionSpan
+from bapo_megatron.types import FinishReason, Prompt, VersionSpan
 from tests.rollout.calls import begin, give, so_far
 from tests.rollout.saved_files import AT_START, file_of, read_file
 
@@ -38,10 +38,28 @@ def _completion(first: int, length: int, version: int, finish: str = "abort") ->
     return Completion(token_ids, logprobs, versions, FinishReason(finish))
 
 
-def _filled() -> RolloutBuffer:
-    """Group 0 is done and scored, group 1 half done, group 2 untouched.
+def _routed(num_tokens: int, rows: range, version: int = 0, finish: str = "abort") -> Completion:
+    """Tokens with the experts of further rows of their sequence, each with its number."""
+    routes = np.array([[row, 7] for row in rows], np.int16)
+    return replace(_completion(0, num_tokens, version, finish), routes=routes)
 
-    Only group 0 has a teacher's column and routes: five rows of two experts.
+
+def _branch(episode: Episode) -> None:
+    """Two branches of one turn, whose rows of experts begin with 20 and 40."""
+    first = begin(episode)
+    first.append(_routed(3, range(5), 1, "stop"))
+    for version in (1, 2):
+        call = Call(f"call {version}", first, np.array([7, 8], np.int32), max_tokens=8)
+        assert call.routed == 5
+        call.append(_routed(2, range(20 * version, 20 * version + 4), version, "stop"))
+        episode.record.calls.append(call)
+    episode.finish(FinishReason.STOP)
+
+
+def _filled() -> RolloutBuffer:
+    """Group 0 is done and scored, group 1 half done, group 2 has branches, which are scored.
+
+    Group 0 has a teacher's column and routes: five rows of two experts.
     """
     buffer = RolloutBuffer()
     groups = [buffer.start_group(prompt, 2) for prompt in PROMPTS]
@@ -57,6 +75,12 @@ def _filled() -> RolloutBuffer:
     give(groups[1].episodes[0], _completion(20, 2, 1), _completion(22, 3, 2))
     groups[1].episodes[0].rests_at = 5
     give(groups[1].episodes[1], _completion(30, 4, 2, "stop"))
+    branched = groups[2].episodes[0]
+    _branch(branched)
+    branched.texts = ("fine",)
+    for sequence in branched.finished().sequences:
+        values = np.arange(sequence.num_sampled) + 10 * sequence.number
+        sequence.columns = {"teacher_logprob": values.astype(np.float32)}
     return buffer
 
 
@@ -75,8 +99,12 @@ def _file(buffer: RolloutBuffer) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
     return (value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else value
 
 
@@ -91,14 +119,12 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     list(buffer)[1].episodes[0].state = {"board": [["x", None], [0.1, "ß"]]}
     restored = read_file(_file(buffer)).buffer
     assert len(restored) == 3
-    assert pq.ParquetFile(io.BytesIO(_file(buffer))).num_row_groups == 6 // min(chunk_samples, 6)
+    assert pq.ParquetFile(io.BytesIO(_file(buffer))).num_row_groups == 8 // min(chunk_samples, 8)
     for saved_group, group in zip(buffer, restored, strict=True):
         assert (group.group_id, group.carries) == (saved_group.group_id, saved_group.carries)
         for saved, episode in zip(saved_group.episodes, group.episodes, strict=True):
             assert episode.is_finished == saved.is_finished
-            for field in fields(Sample):
-                mine, other = (_plain(getattr(so_far(e), field.name)) for e in (episode, saved))
-                assert field.name == "prompt" or mine == other
+            assert _plain(so_far(episode)) == _plain(so_far(saved))
             for field in fields(Episode):
                 if field.name not in ("sample", "record"):
                     assert getattr(episode, field.name) == getattr(saved, field.name)
@@ -107,37 +133,34 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     assert restored.dropped == {"stale": 1}
 
 
-def test_a_restored_buffer_has_the_branches_of_its_episodes() -> None:
-    buffer = _filled()
-    episode = list(buffer)[2].episodes[0]
-    first = begin(episode)
-    first.append(_completion(0, 3, 1, "stop"))
-    for written, version in ((7,), 1), ((8, 9), 2):
-        call = Call(f"call {version}", first, np.array(written, np.int32), max_tokens=8)
-        call.append(replace(_completion(3, 2, version, "stop"), routes=np.full((1, 3), version)))
-        episode.record.calls.append(call)
+def test_routes_of_later_requests_follow_those_of_earlier_ones() -> None:
+    episode = Episode(0, 0, PROMPTS[0])
+    record, first = episode.record, begin(episode)
+    first.append(_completion(0, 2, 0))
+    first.append(_routed(1, range(5)))  # three of the prompt, two of three tokens
+    assert first.routed == 5
+    first.append(_routed(2, range(5, 7), finish="stop"))
+    record.write([5, 6])
+    second = record.calls[-1]
+    second.max_tokens = 50
+    assert second.routed == 7
+    # The last sampled one, and those written.
+    second.append(_routed(1, range(7, 10), finish="stop"))
+    assert second.routed == 10
     episode.finish(FinishReason.STOP)
-    assert episode.num_tokens == 3 + (1 + 2) + (2 + 2)
-    kept, branch = episode.finished().sequences
-    kept.columns = {"teacher_logprob": np.array([-1, -2, -3, -4, -5], np.float32)}
-    branch.columns = {"teacher_logprob": np.array([-6, -7], np.float32)}
-    episode.texts = ("fine",)
+    assert episode.finished().routes[:, 0].tolist() == list(range(10))
 
-    saved = buffer.snapshot()
-    branch.columns = {}  # after the snapshot
-    restored = list(read_file(_file(saved)).buffer)[2].episodes[0]
 
-    one, other = restored.finished().sequences
-    assert one.response_token_ids.tolist() == [0, 1, 2, 7, 3, 4]
-    assert one.written == ((3, 1),)
-    assert other.prompt.token_ids.tolist() == [12, 11, 12, 0, 1, 2, 8, 9]
-    assert other.response_token_ids.tolist() == [3, 4]
-    assert (other.number, other.versions) == (1, ((2, 2),))
-    assert one.columns["teacher_logprob"].tolist() == [-1, -2, -3, -4, -5]
-    assert other.columns["teacher_logprob"].tolist() == [-6, -7]
-    assert (one.routes.tolist(), other.routes.tolist()) == ([[1] * 3], [[2] * 3])
-    assert restored.texts == ("fine",)
-    assert file_of(SavedRollout(AT_START, saved)) == _file(read_file(_file(saved)).buffer)
+def test_branches_of_an_agent_have_the_routes_of_what_they_share() -> None:
+    episode = Episode(0, 0, PROMPTS[0])
+    _branch(episode)
+    one, other = episode.finished().sequences
+    assert one.response_token_ids.tolist() == [0, 1, 2, 7, 8, 0, 1]
+    assert other.prompt.token_ids.tolist() == [10, 11, 12, 0, 1, 2, 7, 8]
+    assert (other.response_token_ids.tolist(), other.number) == ([0, 1], 1)
+    for sequence, start in ((one, 20), (other, 40)):
+        assert sequence.routes[:, 0].tolist() == [*range(5), *range(start, start + 4)]
+        assert len(sequence.routes) == sequence.sequence_tokens - 1
 
 
 def test_the_length_limit_and_the_age_count_all_sequences() -> None:
@@ -191,7 +214,8 @@ def test_what_comes_after_a_snapshot_is_not_in_it() -> None:
     second.episodes[0].state["seed"] = 2
     give(second.episodes[0], _completion(25, 1, 3))
     second.episodes[1].texts, second.carries = ("fine",), 4
-    give(third.episodes[0], _completion(40, 1, 3))
+    give(third.episodes[1], _completion(40, 1, 3))
+    third.episodes[0].finished().branches[0].columns = {}
     buffer.take([first])
     buffer.drop(third, DropReason.STALE)
     buffer.start_group(PROMPTS[0], 2)
