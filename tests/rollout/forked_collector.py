@@ -22,7 +22,7 @@ from tests.distributed_launch import forget_signal_handlers, start_fork
 
 def prepare_forks() -> None:
     """Start what forks come from, which is no process of the test that needs one first."""
-    start_fork(_do_nothing).join()
+    start_fork(os.getpid).join()
 
 
 @contextlib.contextmanager
@@ -57,10 +57,6 @@ class _ForkedCollector:
         if status is None:
             raise subprocess.TimeoutExpired("collector", timeout)
         return status
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _collect(connection: socket.socket, environment: dict[str, str], log_path: Path) -> None:
