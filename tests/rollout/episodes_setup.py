@@ -130,6 +130,10 @@ class Setup:
         self.group.start_again([episode], sees_groups=sees_groups)
         await self.advance()
 
+    async def stop(self) -> None:
+        await self.episodes.stop()
+        await settle()
+
     async def push(self, version: int) -> None:
         """Sync weights with ``in_flight: abort``."""
         await self.episodes.stop()

@@ -77,14 +77,6 @@ async def test_an_asynchronous_step_goes_on_with_the_next_ones_while_the_trainer
     assert ids(await batch) == [2, 3]
 
 
-async def test_nothing_is_generated_for_steps_after_the_last() -> None:
-    setup = Setup(async_steps=2)
-    await setup.batch(TOTAL_STEPS - 1, 0, 1)
-    assert setup.open_groups() == [2, 3]
-    assert ids(await setup.batch(TOTAL_STEPS, 2, 3)) == [2, 3]
-    assert setup.pool.requests == []
-
-
 @pytest.mark.parametrize(
     ("in_flight", "calls"),
     [("abort", ["drain", "reopen"]), ("in_place", ["pause in_place", "resume"])],
@@ -106,23 +98,6 @@ async def test_a_weight_sync_interrupts_what_is_in_flight_as_configured(
     for sample in second.samples:
         assert sample.versions == ((0, 3), (1, 2))
     assert second.stats.resumed_samples == (4 if in_flight == "abort" else 0)
-
-
-async def test_a_token_budget_ends_the_step_with_what_is_complete() -> None:
-    setup = Setup(groups_per_step=6, tokens_per_step=20)
-    batch = await setup.collect(1)
-    await setup.give([0, 1, 2], 3, ends=True)  # 18 tokens
-    assert not batch.done()
-    await setup.give([3], 1)  # 20 tokens
-    await asyncio.wait([batch])
-    # Three groups are complete; two updates need an even number.
-    assert ids(batch.result()) == [0, 1]
-    batch = await setup.collect(2)
-    assert setup.open_groups() == [3, 4, 5, 6, 7]
-    await setup.give([4], 10)
-    assert not batch.done()  # one group per update at least
-    await setup.give([5], 1, ends=True)
-    assert ids(await batch) == [2, 5]
 
 
 async def test_without_any_server_that_holds_the_weights_the_trainer_is_asked_for_them() -> None:
@@ -248,12 +223,6 @@ async def test_the_lag_of_a_loop_is_the_largest_since_it_was_asked_for() -> None
     measuring.cancel()
 
 
-async def _complete(setup: Setup) -> None:
-    """Let every request end, one after the other, the newest first."""
-    while setup.pool.requests:
-        await setup.give(setup.open_groups()[-1:], 3, ends=True)
-
-
 async def _collect_newest(setup: Setup, step: int) -> RolloutBatch:
     collecting = await setup.collect(step)
     while not collecting.done():
@@ -261,10 +230,6 @@ async def _collect_newest(setup: Setup, step: int) -> RolloutBatch:
     batch = collecting.result()
     assert batch is not None
     return batch
-
-
-def _versions_of(batch: RolloutBatch) -> set[int]:
-    return {span.version for sample in batch.samples for span in sample.versions}
 
 
 @pytest.mark.parametrize("lag", [1, 2])
@@ -285,12 +250,14 @@ async def test_every_token_of_a_step_is_of_the_weights_of_so_many_steps_before(
         batch = await _collect_newest(setup, step + 1)
         assert ids(batch) == [2 * step, 2 * step + 1]
         assert batch.version == 3 * step
-        assert _versions_of(batch) == {3 * max(0, step - lag)}
+        versions = {span.version for sample in batch.samples for span in sample.versions}
+        assert versions == {3 * max(0, step - lag)}
         assert batch.stats.unfinished_samples == batch.stats.resumed_samples == 0
         pausing = asyncio.create_task(setup.batches.pause())
         await settle()
         assert pausing.done() == (not setup.pool.requests)
-        await _complete(setup)
+        while setup.pool.requests:  # the newest first
+            await setup.give(setup.open_groups()[-1:], 3, ends=True)
         await pausing
         await setup.sync(3 * (step + 1))
     saved = setup.batches.state().buffer
@@ -307,36 +274,9 @@ async def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
     await setup.batches.pause()
     setup.pool.needs_weights, setup.pool.version = False, 1
     await setup.batches.resume()
-    resumed = Setup(fixed_lag=1)
-    resumed.batches.restore(setup.batches.state())
-    resumed.pool.version = 1
     message = r"^rollout\.fixed_lag: .* 1 unfinished ones of version 0 with version 1"
-    for batches in (setup.batches, resumed.batches):
-        with pytest.raises(RolloutError, match=message):
-            await batches.collect(2, deliver)
-
-
-async def test_the_same_weights_again_complete_the_groups() -> None:
-    setup = Setup(fixed_lag=1)
-    collecting = await setup.collect(1)
-    await setup.give([0], 2)
-    setup.pool.needs_weights = True
-    assert await collecting is None
-    setup.pool.needs_weights = False
-    await setup.sync(0)
-    batch = await _collect_newest(setup, 1)
-    assert ids(batch) == [0, 1]
-    assert batch.stats.resumed_samples == 2
-    await setup.batches.close()
-
-
-async def test_a_run_that_has_ended_cannot_be_made_longer() -> None:
-    ended = Setup(fixed_lag=1)
-    ended.batches.restore(Setup(fixed_lag=1).batches.state())  # the end samples nothing ahead
-    with pytest.raises(
-        RolloutError, match=r"^rollout\.fixed_lag: .* step 2 .* got 0 .*train\.steps"
-    ):
-        await ended.batches.collect(2, deliver)
+    with pytest.raises(RolloutError, match=message):
+        await setup.batches.collect(2, deliver)
 
 
 @pytest.mark.parametrize(

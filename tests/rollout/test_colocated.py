@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -72,12 +71,15 @@ class FakeServer:
 class Surroundings:
     """Stands in for supervisor, pool and generation, and writes down what is asked of them."""
 
-    def __init__(self, servers: Sequence[FakeServer], events: list[str]) -> None:
+    def __init__(self, num_servers: int = 1) -> None:
         self.states = self
-        self.servers = self.engines = servers
+        self.events: list[str] = []
+        self.servers = [FakeServer(self.events, number) for number in range(num_servers)]
+        self.engines = self.servers
         self.memory_is_released = False
-        self.events = events
         self.lost: list[FakeServer] = []
+        stand_in: Any = self
+        self.colocated = ColocatedServers(stand_in, stand_in, stand_in, timeout_s=1.0)
 
     async def hold_restarts(self) -> None:
         self.events.append("hold_restarts")
@@ -100,77 +102,69 @@ class Surroundings:
         self.events.append("resume")
 
 
-def colocated(around: Any) -> ColocatedServers:
-    return ColocatedServers(around, around, around, timeout_s=1.0)
-
-
 async def test_an_idle_server_releases_its_memory_and_gets_it_back_around_the_new_weights() -> None:
-    events: list[str] = []
-    server = FakeServer(events)
-    around = Surroundings([server], events)
-    servers = colocated(around)
+    around = Surroundings()
+    [server], servers = around.servers, around.colocated
     for _ in range(2):
         await servers.release()
         assert server.held == set()
         assert around.memory_is_released
-        events.append("train")
+        around.events.append("train")
         await servers.pause()
         assert server.held == {MemoryPart.WEIGHTS}
         assert around.memory_is_released
-        events.append("new weights")
+        around.events.append("new weights")
         await servers.resume()
         assert not around.memory_is_released
     before_training = ["hold_restarts", "drain", "release", "train"]
     around_weights = ["pause", "take weights", "allow_restarts", "new weights"]
-    assert events == [*before_training, *around_weights, "take cache", "resume"] * 2
+    assert around.events == [*before_training, *around_weights, "take cache", "resume"] * 2
 
 
 async def test_new_weights_without_a_release_before_ask_the_servers_for_nothing() -> None:
-    events: list[str] = []
-    servers = colocated(Surroundings([FakeServer(events)], events))
-    await servers.pause()
-    await servers.resume()
-    assert events == ["pause", "allow_restarts", "resume"]
+    around = Surroundings()
+    await around.colocated.pause()
+    await around.colocated.resume()
+    assert around.events == ["pause", "allow_restarts", "resume"]
 
 
 async def test_a_busy_server_ends_the_run_and_lives() -> None:
-    events: list[str] = []
-    busy, idle = FakeServer(events, is_busy=True), FakeServer(events, 1)
+    around = Surroundings(2)
+    busy, idle = around.servers
+    busy.is_busy = True
     with pytest.raises(RolloutError, match="http://server-0: is still busy"):
-        await colocated(Surroundings([busy, idle], events)).release()
+        await around.colocated.release()
     assert busy.is_started
     assert (busy.held, idle.held) == (ALL, set())
 
 
 async def test_memory_is_given_back_to_the_process_that_released_it_only() -> None:
-    events: list[str] = []
-    restarted, ended, kept = (FakeServer(events, number) for number in range(3))
-    servers = colocated(Surroundings([restarted, ended, kept], events))
-    await servers.release()
+    around = Surroundings(3)
+    restarted, ended, kept = around.servers
+    await around.colocated.release()
     restarted.restart()
     ended.is_started = False
-    events.clear()
-    await servers.pause()
-    await servers.resume()
+    around.events.clear()
+    await around.colocated.pause()
+    await around.colocated.resume()
     assert restarted.is_started
     assert kept.held == ALL
-    assert [event for event in events if "take" in event] == ["take weights", "take cache"]
+    assert [event for event in around.events if "take" in event] == ["take weights", "take cache"]
 
 
 async def test_a_server_that_fails_is_killed_and_the_others_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    events: list[str] = []
-    failing, good = FakeServer(events, answers_release=False), FakeServer(events, 1)
-    around = Surroundings([failing, good], events)
-    servers = colocated(around)
-    await servers.release()
+    around = Surroundings(2)
+    failing, good = around.servers
+    failing.answers_release = False
+    await around.colocated.release()
     assert good.held == set()
     failing.restart()
-    await servers.pause()
-    await servers.resume()
+    await around.colocated.pause()
+    await around.colocated.resume()
     assert around.lost == [failing]
-    assert events.count("kill") == 1
+    assert around.events.count("kill") == 1
     assert failing.held == good.held == ALL
     assert "http://server-0: no answer; killing it (server.log)" in caplog.text
 

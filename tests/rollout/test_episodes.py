@@ -1,65 +1,45 @@
 """Episodes: their tokens over aborts, restarts and lost servers; their ends; their groups."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.reward.shaping import ShapedReward
 from bapo_megatron.rollout.buffer import Episode
-from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.types import FinishReason
-from tests.fakes.scripted_environment import ScriptedEnvironment
-from tests.rollout.batching_setup import Renderer, settle
-from tests.rollout.batching_setup import Setup as BatchSetup
+from tests.rollout.batching_setup import settle
 from tests.rollout.episodes_setup import MAX_TOKENS, THREE_TURNS, Setup, script
-from tests.rollout.saved_files import file_of, read_file
 
-HISTORY: list[tuple[str, Any]] = [
-    ("begin", None),
-    ("tokens", 2),
-    ("push", 1),  # within a turn
-    ("tokens", 1),
-    ("turn", 2),
-    ("push", 2),  # while the environment is asked
-    ("answer", None),
-    ("push", 3),  # after its answer, before the next turn
-    ("tokens", 1),
-    ("turn", 1),
-    ("stop", None),
-    ("answer", None),
-    ("advance", None),
-    ("tokens", 1),
-    ("stop", None),
-    ("advance", None),
-    ("turn", 1),
-    ("answer", None),
+HISTORY: list[Callable[[Setup], Awaitable[None]]] = [
+    lambda setup: setup.begin(),
+    lambda setup: setup.tokens(2),
+    lambda setup: setup.push(1),  # within a turn
+    lambda setup: setup.tokens(1),
+    lambda setup: setup.tokens(2, ends=True),
+    lambda setup: setup.push(2),  # while the environment is asked
+    lambda setup: setup.answer(),
+    lambda setup: setup.push(3),  # after its answer, before the next turn
+    lambda setup: setup.tokens(1),
+    lambda setup: setup.tokens(1, ends=True),
+    lambda setup: setup.stop(),
+    lambda setup: setup.answer(),
+    lambda setup: setup.advance(),
+    lambda setup: setup.tokens(1),
+    lambda setup: setup.stop(),
+    lambda setup: setup.advance(),
+    lambda setup: setup.tokens(1, ends=True),
+    lambda setup: setup.answer(),
 ]
 
 
-async def _play(setup: Setup, history: Sequence[tuple[str, Any]]) -> None:
-    for event, argument in history:
-        match event:
-            case "begin":
-                await setup.begin()
-            case "tokens":
-                await setup.tokens(argument)
-            case "turn":
-                await setup.tokens(argument, ends=True)
-            case "push":
-                await setup.push(argument)
-            case "answer":
-                await setup.answer()
-            case "stop":
-                await setup.episodes.stop()
-                await settle()
-            case "advance":
-                await setup.advance()
+async def _play(setup: Setup, history: Sequence[Callable[[Setup], Awaitable[None]]]) -> None:
+    for event in history:
+        await event(setup)
 
 
 def _check_history(episode: Episode) -> None:
@@ -374,19 +354,6 @@ async def test_a_group_reward_of_a_member_that_was_begun_again_meanwhile_is_not_
     assert _rewards(setup) == [0.5, 2.0, 0.5]
 
 
-async def test_a_failed_episode_has_no_reward_of_its_group_either() -> None:
-    def answer(state: Any, turn: Turn) -> Step:
-        if len(turn.token_ids) == 3:
-            raise EnvironmentFailedError("it is broken", "error")
-        return Step(state, is_done=True)
-
-    setup = await _group(answer=answer, on_error="zero")
-    assert _rewards(setup) == [0.5, 2.0, 0.0]
-    assert [len(group) for group in setup.rewards.groups] == [3]
-    resumed = await _group(state=setup.saved(), num_ended=0)
-    assert _rewards(resumed) == [0.5, 2.0, 0.0]
-
-
 async def test_what_a_function_says_can_be_stored_and_its_lack_of_time_is_counted() -> None:
     async def score(response: Response) -> Score:
         return Score(1.0, extracted="\ud800 7", reason="a\udfffb", timed_out=True)
@@ -423,38 +390,3 @@ async def test_a_group_has_either_all_its_rewards_or_none() -> None:
     shaping.is_over.set()
     await settle()
     assert _rewards(setup) == [0.625, 1.125, 2.625]
-
-
-def _with_environment() -> BatchSetup:
-    """One step ahead; an episode fails where its only turn has one token."""
-
-    def answer(state: Any, turn: Turn) -> Step:
-        if len(turn.token_ids) == 1:
-            raise EnvironmentFailedError("it is broken", "error")
-        return Step(None, is_done=True)
-
-    interaction = Interaction(
-        ScriptedEnvironment(answer), Renderer(), EpisodesConfig(on_error="zero")
-    )
-    return BatchSetup(interaction=interaction, environment="mine:Mine", async_steps=1)
-
-
-async def test_failures_of_environments_are_counted_for_the_batch_after_which_they_came() -> None:
-    setup = _with_environment()
-    collecting = await setup.collect(1)
-    await setup.give([0], 1, ends=True)  # both fail
-    await setup.give([1], 2, ends=True)
-    first = await collecting
-    assert first.stats.environment_errors == {"error": 2}
-    await settle()
-    await setup.give([2], 1, ends=True)  # beside the training
-    state = setup.batches.state()
-    assert state.about.counted.environment_errors == {"error": 2}
-    resumed = _with_environment()
-    resumed.batches.restore(read_file(file_of(state)))
-    assert file_of(resumed.batches.state()) == file_of(state)
-    for again in (setup, resumed):
-        collecting = await again.collect(2)
-        await again.give([3], 1, ends=True)
-        second = await collecting
-        assert second.stats.environment_errors == {"error": 4}

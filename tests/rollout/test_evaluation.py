@@ -15,7 +15,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.evaluation.samples import EvalSet, ResultsError, iterate_samples
+from bapo_megatron.evaluation.samples import EvalSet, iterate_samples
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.rollout.buffer import Episode, PendingGroup
 from bapo_megatron.rollout.evaluation import Evaluator
@@ -175,15 +175,6 @@ def test_the_same_process_goes_on_where_servers_lost_the_weights(tmp_path: Path)
     assert len(again.requests) == 32
 
 
-def test_other_settings_do_not_go_on_with_the_samples(tmp_path: Path) -> None:
-    with pytest.raises(RolloutError):
-        evaluate(tmp_path, Pool(fails_after=10))
-    pool = Pool()
-    with pytest.raises(ResultsError, match=r"temperature 0\.6"):
-        evaluate(tmp_path, pool, resume=True, temperature=1.0)
-    assert pool.requests == []
-
-
 def test_each_set_is_sampled_by_its_own_settings_and_each_sample_with_its_own_seed(
     tmp_path: Path,
 ) -> None:
@@ -209,12 +200,6 @@ def test_each_set_is_sampled_by_its_own_settings_and_each_sample_with_its_own_se
 def test_seeds_are_the_same_in_every_process_and_differ_between_runs() -> None:
     assert sample_seed(0, "sums", "a:0", 3) == 1202916968
     assert sample_seed(1, "sums", "a:0", 3) != sample_seed(0, "sums", "a:0", 3)
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "eval").write_text("not a directory")
-    with pytest.raises(OSError, match=r"eval"):
-        evaluate(tmp_path, Pool())
 
 
 def test_with_an_engine_that_is_driven_an_evaluation_repeats(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ RULES = st.fixed_dictionaries(
                 {"max_age": 2, "action": "regenerate"},
                 {"max_age": 1, "measure": "mean", "action": "regenerate"},
                 {"max_age": 1, "measure": "mean", "action": "drop"},
+                {"max_age": 1, "measure": "token", "action": "mask"},
             ]
         ),
     }

@@ -27,9 +27,10 @@ from bapo_megatron.types import FinishReason, Prompt, RolloutBatch, Sample, Samp
 from tests.data.prompt_sets import make_prompt_set
 from tests.fakes.fake_pool import WRITTEN, FakePool, logprobs_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
-from tests.rollout.batching_setup import Renderer, make_batches
+from tests.rollout.batching_setup import Renderer, Rewards, make_batches
 from tests.rollout.calls import so_far
 from tests.rollout.saved_files import file_of, read_file, without_clock
+from tests.rollout.test_repeats import NOT_PARTIAL, PARTIAL, ROUNDS
 
 pytestmark = pytest.mark.exhaustive
 
@@ -61,14 +62,11 @@ def answer(state: dict[str, Any], turn: Turn) -> Step:
     return Step(state, token_ids=range(first, first + drawn - 3))
 
 
-class RewardsByGroup:
+class RewardsByGroup(Rewards):
     """Every third group has equal rewards; scores arrive when the test says so."""
 
-    num_timeouts = num_errors = 0
-    sees_groups = False
-    teacher = None
-
     def __init__(self) -> None:
+        super().__init__(equal=range(0, len(DRAWS), 3))
         self.waiting: list[asyncio.Future[None]] = []
 
     async def score(self, episode: Episode, group: PendingGroup) -> None:
@@ -78,39 +76,15 @@ class RewardsByGroup:
             await ready
         finally:
             self.waiting.remove(ready)
-        sample = episode.finished()
-        sample.reward = 1.0 if sample.group_id % 3 == 0 else float(sample.index)
-        episode.texts = ("scored",)
+        await super().score(episode, group)
 
 
 class RolloutMachine(RuleBasedStateMachine):
     """A trainer that calls, servers that answer, and everything that comes between."""
 
     @initialize(
-        rollout=st.fixed_dictionaries(
-            {
-                "oversample_groups": st.integers(0, 3),
-                "async_steps": st.integers(0, 2),
-                "partial_tokens": st.sampled_from([None, None, 1, 5]),
-                "tokens_per_step": st.sampled_from([None, 20]),
-                "max_carries": st.sampled_from([None, 1, 2]),
-                "dynamic_sampling": st.fixed_dictionaries(
-                    {"enabled": st.booleans(), "max_groups_ratio": st.sampled_from([1.0, 2.0])}
-                ),
-                "staleness": st.sampled_from(
-                    [
-                        {},
-                        {"max_age": 1, "action": "drop"},
-                        {"max_age": 2, "action": "regenerate"},
-                        {"max_age": 1, "measure": "mean", "action": "drop"},
-                        {"max_age": 0, "measure": "mean", "action": "regenerate"},
-                        {"max_age": 1, "measure": "token", "action": "mask"},
-                    ]
-                ),
-                "in_flight": st.sampled_from(["abort", "retract"]),
-            }
-        ),
-        is_partial=st.booleans(),
+        rollout=st.one_of(PARTIAL, NOT_PARTIAL, ROUNDS),
+        in_flight=st.sampled_from(["abort", "retract"]),
         case=st.fixed_dictionaries(
             {
                 "scores_in_drain": st.booleans(),
@@ -122,20 +96,15 @@ class RolloutMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def begin(self, rollout: dict[str, Any], is_partial: bool, case: dict[str, Any]) -> None:
-        if not is_partial:
-            rollout |= {"async_steps": 0, "tokens_per_step": None, "max_carries": None}
-            rollout |= {"partial_tokens": None}
-        if rollout["partial_tokens"] is not None:
-            rollout |= {"async_steps": 0, "tokens_per_step": None, "oversample_groups": 0}
-        in_flight = rollout.pop("in_flight")
+    def begin(self, rollout: dict[str, Any], in_flight: str, case: dict[str, Any]) -> None:
+        if rollout["tokens_per_step"] is not None:
+            rollout["tokens_per_step"] = 20  # its responses are shorter
         self.config = RolloutConfig.model_validate(
             {
                 **rollout,
                 "groups_per_step": GROUPS,
                 "samples_per_group": SAMPLES,
                 "max_response_tokens": MAX_TOKENS,
-                "partial": is_partial,
                 "weight_sync": {"in_flight": in_flight},
             }
         )

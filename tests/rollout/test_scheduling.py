@@ -68,6 +68,9 @@ def ids(groups: Sequence[PendingGroup]) -> list[int]:
             [1, 2],
             1,
         ),
+        ({"partial_tokens": 5}, [(0, 0), (0, 1)], 0, [0, 1], 0),
+        ({"partial_tokens": 5}, [(0, 0)], 0, [], 2),
+        ({"groups_per_step": 4, "tokens_per_step": 9}, [(0, 0)], 9, [], 0),
         ({"groups_per_step": 4, "tokens_per_step": 9}, [(0, 0), (0, 0), (1, 1)], 8, [], 0),
         ({"groups_per_step": 4, "tokens_per_step": 9}, [(0, 0), (0, 0), (1, 1)], 9, [0, 1], 0),
     ],
@@ -106,7 +109,7 @@ def test_what_is_too_old_is_given_up_and_told_to_the_caller(action: str) -> None
 
 
 def test_a_batch_changes_nothing_before_it_is_taken() -> None:
-    rules = scheduler(oversample_groups=2, max_carries=1)
+    rules = scheduler(oversample_groups=2, max_carries=1, environment="mine:Mine")
     goal = rules.begin(1, version=7)
     rules.draw(goal.num_wanted)
     first, underway, second, fresh = rules.buffer
@@ -115,17 +118,19 @@ def test_a_batch_changes_nothing_before_it_is_taken() -> None:
         score(sample(group), 0, 1)
     sample(underway, is_finished=False)
     taken = rules.choose(goal, generated_tokens=24)
-    counters = RolloutStats(generated_tokens=24, environment_errors={})
+    counters = RolloutStats(generated_tokens=24, environment_errors={"error": 2})
     formed = rules.form(goal, taken, counters, generation_s=3.0)
     assert [group.group_id for group in formed.batch.groups] == [0, 2]
     assert (formed.batch.version, formed.batch.stats.generation_s) == (7, 3.0)
     assert formed.batch.stats.dropped_groups == {"carried": 1}
     assert formed.batch.stats.unfinished_samples == 2
+    assert formed.batch.stats.environment_errors == {"error": 2}
     assert ids(rules.groups) == [0, 1, 2, 3]
     assert rules.state(counters, 0.0).about.counted.generated_tokens == 24
     assert rules.take(formed) == underway.episodes
     assert rules.groups == [fresh]
-    assert rules.state(counters, 0.0).about.counted.generated_tokens == 0
+    counted = rules.state(counters, 0.0).about.counted
+    assert (counted.generated_tokens, counted.environment_errors) == (0, {})
 
 
 def test_counters_since_the_last_batch_go_on_in_another_process() -> None:

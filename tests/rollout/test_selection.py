@@ -3,45 +3,16 @@
 import asyncio
 from collections import defaultdict
 
-import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.environment.base import Step
 from bapo_megatron.rollout.episodes import Interaction
-from bapo_megatron.rollout.scheduling import merge
-from bapo_megatron.types import FinishReason, Group
+from bapo_megatron.types import FinishReason
 from tests.fakes.fake_pool import WRITTEN, part_of
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.rollout.batching_setup import Renderer, Setup, group_of, ids, settle
 from tests.rollout.saved_files import file_of, read_file
-
-
-async def test_a_prompt_that_was_carried_too_often_is_dropped_and_counted() -> None:
-    setup = Setup(oversample_groups=1, max_carries=1)
-    for step, groups, dropped in ((1, [1, 2], {}), (2, [3, 4], {"carried": 1})):
-        collecting = await setup.collect(step)
-        await setup.give([0], 2)
-        await setup.give(groups, 4, ends=True)
-        batch = await collecting
-        assert ids(batch) == groups
-        assert batch.stats.dropped_groups == dropped
-    assert len(setup.batches.state().buffer) == 0
-
-
-async def test_groups_with_equal_rewards_are_replaced_until_the_batch_is_full() -> None:
-    setup = Setup(equal=[0, 2], dynamic_sampling={"enabled": True})
-    batch = await setup.collect(1)
-    await setup.give([0, 1], 4, ends=True)
-    assert setup.open_groups() == [2]
-    await setup.give([2], 4, ends=True)
-    assert setup.open_groups() == [3]
-    await setup.give([3], 4, ends=True)
-    assert ids(await batch) == [1, 3]
-    stats = batch.result().stats
-    assert stats.equal_reward_groups == 2
-    assert stats.filled_groups == 0
-    assert stats.dropped_groups == {"equal_rewards": 2}
 
 
 async def test_at_its_limit_dynamic_sampling_fills_the_batch_with_the_latest_others() -> None:
@@ -127,19 +98,6 @@ async def test_replay_adds_its_share_of_what_is_young_enough(
     assert (await setup.batch(2)).stats.replayed_groups == num_replayed
 
 
-@pytest.mark.parametrize(("num_new", "num_old"), [(4, 0), (2, 2), (3, 1), (1, 5)])
-def test_merged_groups_keep_their_order_and_every_part_has_its_share(
-    num_new: int, num_old: int
-) -> None:
-    new = [Group(100 + number, ()) for number in range(num_new)]
-    old = [Group(number, ()) for number in range(num_old)]
-    merged = [group.group_id for group in merge(new, old)]
-    assert sorted(merged) == [*range(num_old), *range(100, 100 + num_new)]
-    assert [group_id for group_id in merged if group_id >= 100] == [g.group_id for g in new]
-    half = np.array(merged[: len(merged) // 2]) >= 100
-    assert abs(half.sum() - num_new / 2) <= 1
-
-
 def limits(setup: Setup) -> dict[int, list[int]]:
     """Position at which each request must stop, by group."""
     by_group = defaultdict[int, list[int]](list)
@@ -178,19 +136,6 @@ async def test_a_response_rests_after_its_tokens_and_continues_in_the_next_round
     assert ids(await batch) == [2, 3]
     for sample in batch.result().samples:
         assert sample.versions == ((0, 5), (1, 1))
-
-
-async def test_a_batch_that_is_complete_takes_no_further_round() -> None:
-    setup = Setup(partial_tokens=5)
-    batch = await setup.collect(1)
-    await setup.give([0], 5)
-    await setup.give([1], 1, ends=True)
-    await setup.give([0, 2, 3], 1, ends=True)
-    assert ids(await batch) == [0, 1]
-    batch = await setup.collect(2)
-    assert ids(await batch) == [2, 3]
-    assert batch.result().stats.generated_tokens == 0
-    assert setup.batches.state().buffer.next_group_id == 4
 
 
 async def test_the_limits_of_a_round_a_response_and_an_engine_are_told_apart() -> None:
