@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.runtime.distributed import ProcessGroups, init_distributed, shutdown_distributed
+from bapo_megatron.runtime.processes import environment_set
 
 MAX_LAYOUTS = 16
 """Process groups that one set of ranks can join, one after the other."""
@@ -74,7 +75,10 @@ def start_fork(function: Callable[..., None], *args: Any) -> BaseProcess:
     process = _CONTEXT.Process(target=function, args=args)
     # Read when the server of forks imports torch, before a main function could set them.
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    with _environment(OMP_NUM_THREADS=threads, CUDA_VISIBLE_DEVICES=""):
+    with (
+        environment_set("OMP_NUM_THREADS", threads),
+        environment_set("CUDA_VISIBLE_DEVICES", ""),
+    ):
         process.start()
     return process
 
@@ -183,17 +187,3 @@ def _rank_main(
 def _kill_soon(rank: BaseProcess) -> None:
     rank.join(0.5)  # it may be about to report an error as well
     rank.kill()
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

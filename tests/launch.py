@@ -89,14 +89,14 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         # As torchrun's agent does, hold the store here: its port is ours from the start.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        processes = [
-            start_fork(
-                _main,
-                ["bapo_megatron", *arguments],
-                _environment(_of_rank(rank, ranks, store.port) | (environment or {})),
-                scratch,
-            )
+        places = [
+            {**rank_environment(rank, ranks), "MASTER_PORT": str(store.port)}
             for rank in range(ranks)
+        ]
+        program = ["bapo_megatron", *arguments]
+        processes = [
+            start_fork(_main, program, _environment(place | (environment or {})), scratch)
+            for place in (places if ranks > 1 else [{}])
         ]
         has_ended = wait_for_ranks(
             processes, timeout_s, stop=BaseProcess.terminate, kill=_kill_group
@@ -180,13 +180,6 @@ class _Rank:
 def _be_rank(program: list[str], environment: dict[str, str], scratch: str) -> None:
     distributed_launch.forget_signal_handlers()  # torchrun's
     _main(program, environment, scratch)
-
-
-def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank; nothing to a single one."""
-    if ranks == 1:
-        return {}
-    return {**rank_environment(rank, ranks), "MASTER_PORT": str(port)}
 
 
 def _kill_group(process: BaseProcess) -> None:

@@ -19,7 +19,7 @@ SCRIPTS = sorted([*EXAMPLES.rglob("*.sh"), *EXAMPLES.glob("*.sbatch")])
 KEY = "BAPO_MEGATRON_ADMIN_API_KEY"
 READ = (
     *("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("HOST", "PYTHON", KEY, "BAPO_MEGATRON_API_KEY"),
+    *("HOST", "PYTHON", "APPTAINER_IMAGE", KEY, "BAPO_MEGATRON_API_KEY"),
 )
 
 
@@ -95,17 +95,7 @@ def test_a_script_is_short_strict_and_says_how_to_use_it(script: Path) -> None:
     assert len(text.splitlines()) <= 60
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "demo.sh",
-        "single_node.sh",
-        "multi_node.sh",
-        "rollout_servers.sh",
-        "evaluate.sh",
-        "slurm.sbatch",
-    ],
-)
+@pytest.mark.parametrize("script", [script.name for script in SCRIPTS if script.parent == EXAMPLES])
 def test_without_arguments_a_script_says_what_it_needs(script: str, commands: Path) -> None:
     never = stand_in(commands, "python", "echo started")
     status, lines = run(script, env=environment(PYTHON=str(never)))
@@ -141,13 +131,19 @@ SERVE = " -m bapo_megatron serve a.yaml rollout.server.host={} x=[1, 2]"
         ("rollout_servers.sh", {"HOST": "10.0.0.7"}, SERVE.format("10.0.0.7")),
         ("rollout_servers.sh", {"SLURMD_NODENAME": "node3"}, SERVE.format("node3")),
         ("rollout_servers.sh", {}, SERVE.format("127.0.0.1")),
+        (
+            "evaluate.sh run.yaml runs/1/hf",
+            {},
+            " -m bapo_megatron eval run.yaml model.path=runs/1/hf run_dir=a.yaml x=[1, 2]",
+        ),
     ],
 )
 def test_a_script_becomes_the_command_that_it_is_for(
     commands: Path, script: str, variables: dict[str, str], command: str
 ) -> None:
     python = stand_in(commands, "python", 'echo "$$ $CUDA_DEVICE_MAX_CONNECTIONS $*"')
-    process = start(script, "a.yaml", "x=[1, 2]", env=environment(PYTHON=str(python), **variables))
+    env = environment(PYTHON=str(python), **variables)
+    process = start(*script.split(), "a.yaml", "x=[1, 2]", env=env)
     # In the same process, so that signals of Slurm reach it.
     assert finish(process) == f"{process.pid} {command}\n"
     assert process.returncode == 0

@@ -25,28 +25,7 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
-
-
-def gguf_name(name: str) -> str:
-    """The name of a transformers weight in a GGUF file."""
-    if name == "model.embed_tokens.weight":
-        return "token_embd.weight"
-    if name == "model.norm.weight":
-        return "output_norm.weight"
-    layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name).groups()
-    return f"blk.{layer}.{NAMES[part]}.weight"
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
@@ -83,18 +62,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LlamaForCau
     writer.add_token_merges(["1 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = parameter.numpy().copy()
             if weight.ndim == 1:
-                writer.add_tensor(gguf_name(name), weight)
+                writer.add_tensor(names.get_name(name, (".weight",)), weight)
                 continue
             stored = gguf.quants.quantize(weight, Q4_1)
             parameter.copy_(torch.from_numpy(gguf.quants.dequantize(stored, Q4_1)))
             heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
             if heads is not None:
                 stored = gguf.quants.quantize(interleaved(weight, heads), Q4_1)
-            writer.add_tensor(gguf_name(name), stored, raw_dtype=Q4_1)
+            writer.add_tensor(names.get_name(name, (".weight",)), stored, raw_dtype=Q4_1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
