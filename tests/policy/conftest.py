@@ -3,15 +3,14 @@
 import pytest
 
 from tests.policy.convert_models import COMPANIONS, run_convert
-from tests.policy.tiny_models import FAMILIES, MOONLIGHT, Models, make_model
+from tests.policy.tiny_models import FAMILIES, Models, make_model
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Two layers; DeepSeek's as Moonlight has them."""
-    root = tmp_path_factory.mktemp("models")
-    changes = {"deepseek_v3": MOONLIGHT}
-    return {name: make_model(name, root / name, **changes.get(name, {})) for name in FAMILIES}
+    root, kinds = tmp_path_factory.mktemp("models"), {"deepseek_v3": "moonlight"}
+    return {name: make_model(kinds.get(name, name), root / name) for name in FAMILIES}
 
 
 @pytest.fixture(scope="session")

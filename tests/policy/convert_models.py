@@ -59,3 +59,22 @@ def copy_with(
     change(tensors)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def adapter_pairs(adapter: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """A and B of each linear, by the name of its weight."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    return {
+        name.removeprefix("base_model.model.").replace(".lora_A", ""): (
+            a,
+            tensors[name.replace(".lora_A", ".lora_B")],
+        )
+        for name, a in tensors.items()
+        if ".lora_A." in name
+    }
+
+
+def merge_adapter(tensors: dict[str, Tensor], adapter: Path, scale: float) -> None:
+    """Turn W into W + scale · B A, in float64."""
+    for name, (a, b) in adapter_pairs(adapter).items():
+        tensors[name] = tensors[name].double() + scale * b.double() @ a.double()

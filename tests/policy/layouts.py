@@ -1,6 +1,5 @@
 """The table of layouts, the models that run in each, and what their ranks do."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,7 +25,6 @@ from tests.policy.parity_ranks import (
     snapshot,
 )
 from tests.policy.tiny_models import (
-    MOONLIGHT,
     SEQUENCES,
     VOCAB_SIZE,
     Batches,
@@ -113,55 +111,21 @@ def _tokens(length: int) -> tuple[int, ...]:
 class Suite:
     """Models, and the layouts in which all checks of test_layouts.py see them."""
 
-    models: dict[str, tuple[str, dict[str, Any]]]
-    """Family, and changes when the model is made."""
+    families: tuple[str, ...]
     layouts: tuple[Layout, ...]
     batches: Batches = BATCHES
-    ropes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What config.json says in place of a model's rope fields."""
     is_exhaustive: bool = False
-
-
-def _families(*names: str, **changes: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Four layers, so that two stages have two chunks each."""
-    return {name: (name, {"num_hidden_layers": 4, **changes}) for name in names}
 
 
 EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 _HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
-_FIELDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "YaRN as transformers 4 writes it": (
-        "qwen2",
-        {},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **_YARN}},
-    ),
-    "YaRN as transformers 5 writes it": (
-        "llama",
-        {},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **_YARN}},
-    ),
-    "YaRN with every field": (
-        "qwen3",
-        {},
-        {
-            "rope_theta": 1e4,
-            "rope_scaling": {
-                **{"rope_type": "yarn", "type": "yarn", "beta_fast": 8, "beta_slow": 0.5},
-                **{"mscale": 2.0, "mscale_all_dim": 0.5, "truncate": False, **_YARN},
-            },
-        },
-    ),
-    "Mistral without a base": ("mistral", {}, {"sliding_window": None}),
-    "Qwen3 with attention biases": ("qwen3", {"attention_bias": True}, {"rope_theta": 1e6}),
-}
 SUITES = {
     "dense": Suite(
-        _families("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text", "qwen3_next"),
+        ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text", "qwen3_next"),
         layouts_of("one rank", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2"),
     ),
     "experts": Suite(
-        _families(*EXPERTS) | {"moonlight": ("deepseek_v3", {"num_hidden_layers": 4, **MOONLIGHT})},
+        (*EXPERTS, "moonlight"),
         # Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``.
         layouts_of(
             *("one rank, attention recomputed", "EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
@@ -170,7 +134,7 @@ SUITES = {
     ),
     # Around the borders of the delta rule's chunks.
     "hybrids": Suite(
-        _families(*_HYBRIDS, max_position_embeddings=512),
+        _HYBRIDS,
         layouts_of("one rank", "one rank, recomputed", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2")
         + layouts_of("EP 2", "TP 2 × EP 2, ETP 1", models=_HYBRIDS[1:]),
         batches=tuple(
@@ -178,16 +142,6 @@ SUITES = {
             for lengths in ((1, 64, 65), (300,), (2, 63, 1, 3), (128, 129, 1))
         ),
         is_exhaustive=True,
-    ),
-    # The longest sequence ends far beyond the original positions.
-    "fields": Suite(
-        {
-            name: (family, {"max_position_embeddings": 256, **changes})
-            for name, (family, changes, _) in _FIELDS.items()
-        },
-        layouts_of("TP 2"),
-        batches=((_tokens(250), _tokens(7)),),
-        ropes={name: rope for name, (_, _, rope) in _FIELDS.items()},
     ),
 }
 
@@ -201,25 +155,19 @@ class SuiteRun:
 
     @cached_property
     def models(self) -> dict[str, Path]:
-        return {
-            name: make_model(family, self._root / name, **changes)
-            for name, (family, changes) in self.suite.models.items()
-        }
+        # So that two stages have two chunks each; longer than any sequence.
+        sizes = {"num_hidden_layers": 4, "max_position_embeddings": 512}
+        families = self.suite.families
+        return {name: make_model(name, self._root / name, **sizes) for name in families}
 
     @cached_property
     def results(self) -> Results:
-        for name, rope in self.suite.ropes.items():
-            path = self.models[name] / "config.json"
-            written = json.loads(path.read_text())
-            del written["rope_parameters"]
-            path.write_text(json.dumps(written | rope))
         arguments = (self.models, self.exports, self.suite.batches)
         return by_rank(run_layouts, self.suite.layouts, *arguments)
 
     @cached_property
     def oracles(self) -> dict[str, Oracle]:
-        families = {name: family for name, (family, _) in self.suite.models.items()}
-        return {name: Oracle.of(families[name], path) for name, path in self.models.items()}
+        return {name: Oracle.of(name, path) for name, path in self.models.items()}
 
     @cached_property
     def gradients(self) -> dict[str, Gradients]:
@@ -291,10 +239,9 @@ def _run(
     if groups.rank == 0:
         export.mkdir(parents=True)
     model.export_hf(export / "model", max_file_bytes, durable=False)
-    reports = forward_backward(state, problems)
+    forward_backward(state, problems)
     trained = [p for chunk in model.chunks for p in chunk.parameters() if p.requires_grad]
     result |= {
-        "tokens": [int(report["tokens"]) for report in reports],
         "gradients": hf_gradients(state),
         "trained": sum(parameter.numel() for parameter in trained),
         "step": state.optimizer_step(),

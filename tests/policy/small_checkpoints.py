@@ -36,3 +36,8 @@ def save_small(root: Path, step: int, **config: Any) -> Path:
 def content_of(directory: Path) -> dict[str, bytes]:
     """The files of a checkpoint."""
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def left(root: Path) -> list[str]:
+    """What lies under a directory of checkpoints."""
+    return sorted(path.name for path in root.iterdir())

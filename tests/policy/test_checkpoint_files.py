@@ -27,11 +27,7 @@ from bapo_megatron.policy.checkpoint_files import (
     step_name,
     unfinished_directory,
 )
-from tests.policy.small_checkpoints import FIELDS, save_small
-
-
-def _left(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
+from tests.policy.small_checkpoints import FIELDS, left, save_small
 
 
 def test_a_published_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
@@ -44,7 +40,7 @@ def test_a_published_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "steps", "left"),
+    ("config", "steps", "expected"),
     [
         ({"keep_last": 2}, (9, 10, 11), ["step_10", "step_11"]),
         (
@@ -57,11 +53,11 @@ def test_a_published_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
     ],
 )
 def test_the_newest_checkpoints_by_number_stay_and_multiples_of_keep_every_for_good(
-    tmp_path: Path, config: dict[str, int], steps: tuple[int, ...], left: list[str]
+    tmp_path: Path, config: dict[str, int], steps: tuple[int, ...], expected: list[str]
 ) -> None:
     for step in steps:
         save_small(tmp_path, step, **config)
-    assert _left(tmp_path) == ["latest", *left]
+    assert left(tmp_path) == ["latest", *expected]
 
 
 def test_a_save_removes_no_checkpoint_of_a_higher_step(tmp_path: Path) -> None:
@@ -70,7 +66,7 @@ def test_a_save_removes_no_checkpoint_of_a_higher_step(tmp_path: Path) -> None:
     name_best(tmp_path, BestCheckpoint("step_6", "eval/sums/avg_at_k", 0.5))
     save_small(tmp_path, 3, keep_last=1)
     assert find_latest(tmp_path) == tmp_path / "step_3"
-    assert _left(tmp_path) == ["best", "latest", "step_10", "step_3", "step_5", "step_6"]
+    assert left(tmp_path) == ["best", "latest", "step_10", "step_3", "step_5", "step_6"]
 
 
 @contextmanager
@@ -111,7 +107,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_complete_checkpoint_and_the_nex
             remove_unfinished(root)
         names.append(step_name(directory))
         save_small(root, 3, keep_last=1)
-        assert _left(root) == ["latest", "step_3"]
+        assert left(root) == ["latest", "step_3"]
     assert names == sorted(names)
     assert {*names} == {"step_1", f"step_{step}"}
     assert len(names) > 9
@@ -162,10 +158,10 @@ def test_the_best_checkpoint_stays_until_another_one_is_named(tmp_path: Path) ->
     name_best(tmp_path, BestCheckpoint("step_1", "eval/sums/avg_at_k", 0.5))
     for step in (2, 3, 4):
         save_small(tmp_path, step, keep_last=1)
-    assert _left(tmp_path) == ["best", "latest", "step_1", "step_4"]
+    assert left(tmp_path) == ["best", "latest", "step_1", "step_4"]
     name_best(tmp_path, BestCheckpoint("step_4", "eval/sums/avg_at_k", 0.625))
     save_small(tmp_path, 5, keep_last=1)
-    assert _left(tmp_path) == ["best", "latest", "step_4", "step_5"]
+    assert left(tmp_path) == ["best", "latest", "step_4", "step_5"]
     assert find_best(tmp_path) == BestCheckpoint("step_4", "eval/sums/avg_at_k", 0.625)
 
 
@@ -186,4 +182,4 @@ def test_a_best_that_names_no_checkpoint_is_an_error_and_nothing_is_removed(
     for read in (find_best, lambda root: remove_others(root, 2, CheckpointConfig(keep_last=1))):
         with pytest.raises(CheckpointError, match=rf"/best: damaged \(.*{message}"):
             read(tmp_path)
-    assert _left(tmp_path) == ["best", "latest", "step_1", "step_2"]
+    assert left(tmp_path) == ["best", "latest", "step_1", "step_2"]

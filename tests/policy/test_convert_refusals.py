@@ -107,20 +107,14 @@ def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5000])
 
 
-def _add_parameter(metadata: Any) -> None:
-    metadata.state_dict_metadata["extra"] = metadata.state_dict_metadata[FC1]
-
-
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda d: _cut(d / "__1_0.distcp"), "__1_0.distcp cannot be read"),
     "missing file": (lambda d: (d / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
-    "no description": (lambda d: (d / ".metadata").unlink(), "no .metadata"),
     "crafted description": (craft_metadata, ".metadata names posix.mkdir"),
     "missing parameter": (
         lambda d: edit_metadata(d, lambda m: m.state_dict_metadata.pop(FC1)),
         f"missing {FC1}",
     ),
-    "unexpected parameter": (lambda d: edit_metadata(d, _add_parameter), "unexpected extra"),
 }
 
 

@@ -15,33 +15,20 @@ from bapo_megatron.policy.hf_weights import find_tensors, reading_shards
 from bapo_megatron.policy.weight_table import weight_table
 from tests.distributed_launch import joined, run_ranks
 from tests.policy.convert_models import assert_same, copy_with, run_convert, weights
-from tests.policy.layouts import SUITES
+from tests.policy.layouts import SUITES, by_rank, check_logits, layouts_of, run_layouts
 from tests.policy.oracle import Gradients, Oracle
-from tests.policy.parity_ranks import (
-    build,
-    forward_backward,
-    hf_gradients,
-    problems_of,
-    snapshot,
-)
+from tests.policy.parity_ranks import build
 from tests.policy.tiny_models import (
+    Models,
     load_reference,
     make_model,
     make_problems,
     make_vision_model,
 )
-from tests.tolerances import assert_within
 
 pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
 BATCHES = SUITES["hybrids"].batches
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    names = ("qwen3_5_text", "qwen3_5_moe_text")
-    return {name: make_model(name, root / name, num_hidden_layers=4) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -59,46 +46,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_layouts_that_do_not_fit_delta_nets_are_refused(
-    models: dict[str, Path], parallel: dict[str, Any], message: str
+    deep_models: Models, parallel: dict[str, Any], message: str
 ) -> None:
-    hf = read_hf_config_file(models["qwen3_5_text"] / "config.json")
+    hf = read_hf_config_file(deep_models["qwen3_5_text"] / "config.json")
     with pytest.raises(ConfigError, match=message):
         check_division(hf, ParallelConfig(**parallel))
 
 
-def train_and_export(model: Path, target: Path) -> dict[str, Any]:
-    """Logits and gradients, then an export of the weights after an update."""
+def export(model: Path, target: Path) -> None:
     with joined() as groups:
-        state = build(model, groups)
-        problems = problems_of(groups, BATCHES)
-        batches = [problem.micro_batch for problem in problems]
-        logits = state.model.forward_only(batches, lambda logits_NV, _: logits_NV[:, :97].clone())
-        forward_backward(state, problems)
-        gradients = hf_gradients(state)
-        state.optimizer_step()
-        state.model.export_hf(target)
-        return {"logits": logits, "gradients": gradients, "weights": snapshot(state)}
+        build(model, groups).model.export_hf(target)
 
 
 def test_the_language_model_of_a_vision_model_trains_and_the_rest_is_exported_as_it_was(
     tmp_path: Path,
 ) -> None:
-    model = make_vision_model(tmp_path / "model")
-    trained = run_ranks(train_and_export, 1, model, tmp_path / "export")[0]
+    model, layouts = make_vision_model(tmp_path / "model"), layouts_of("one rank")
+    arguments = ({"qwen3_5": model}, tmp_path / "trained", BATCHES)
+    of_ranks = by_rank(run_layouts, layouts, *arguments)["one rank, qwen3_5"]
     oracle = Oracle.of("qwen3_5", model)
-    problems = make_problems(batches=BATCHES)
-    for actual_NV, problem in zip(trained["logits"], problems, strict=True):
-        expected_NV, bound = oracle.logits(problem)
-        assert_within((actual_NV - expected_NV).abs().max(), bound, "logits")
+    check_logits(of_ranks, oracle, BATCHES)
     exact, float32 = (
         {name: gradient for name, gradient in whole.items() if not name.startswith("model.visual.")}
-        for whole in oracle.both_gradients(problems)
+        for whole in oracle.both_gradients(make_problems(batches=BATCHES))
     )
-    Gradients.of(exact, float32).check(trained["gradients"])
-    before, after = weights(model), weights(tmp_path / "export")
-    kept = {n: t for n, t in before.items() if n.startswith(("mtp.", "model.visual."))}
-    assert len(kept) == 22
-    assert_same(after, trained["weights"] | kept)
+    Gradients.of(exact, float32).check(of_ranks[0]["gradients"])
+    run_ranks(export, 1, model, tmp_path / "export")
+    exported, before, after = weights(tmp_path / "export"), weights(model), of_ranks[0]["weights"]
+    assert_same(exported, before)
+    assert len(exported.keys() - after.keys()) == 22
+    assert all(n.startswith(("mtp.", "model.visual.")) for n in exported.keys() - after.keys())
     name = "model.language_model.layers.0.linear_attn.in_proj_qkv.weight"
     assert not torch.equal(after[name], before[name])
     assert type(load_reference("qwen3_5", tmp_path / "export")) is type(oracle.float32)
@@ -113,10 +90,11 @@ def test_conversion_keeps_what_is_not_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_experts_that_a_file_has_in_two_tensors_are_read_one_by_one(
-    models: dict[str, Path], tmp_path: Path, size: int
+    tmp_path: Path, size: int
 ) -> None:
     """As published checkpoints of Qwen3.5 with experts have them."""
-    model, fused = models["qwen3_5_moe_text"], tmp_path / "fused"
+    model = make_model("qwen3_5_moe_text", tmp_path / "model", num_hidden_layers=4)
+    fused = tmp_path / "fused"
 
     def fuse(tensors: dict[str, Tensor]) -> None:
         for layer in (f"model.layers.{number}.mlp.experts" for number in range(4)):

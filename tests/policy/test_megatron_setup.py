@@ -105,13 +105,13 @@ def test_the_module_of_apex_is_stood_in_for_on_a_gpu_where_there_is_no_apex(
 def test_megatron_does_not_import_w_and_b(tmp_path: Path) -> None:
     """It makes temporary directories, which a killed rank leaves."""
     (tmp_path / "wandb.py").write_text("print('imported')")
-    (tmp_path / "script.py").write_text(
+    code = (
         "from bapo_megatron.policy.megatron_import import import_megatron as go; go()\n"
-        "print('then')\n"
-        "import wandb\n"
+        "print('then'); import wandb"
     )
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"],
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.lora import load_adapter, write_adapter
 from bapo_megatron.policy.weight_table import hf_shapes
-from tests.policy.convert_models import copy_with, weights
+from tests.policy.convert_models import copy_with, merge_adapter
 from tests.policy.oracle import Oracle
 from tests.policy.tiny_models import load_reference, make_model
 from tests.tolerances import assert_within
@@ -175,8 +176,8 @@ def test_saved_embeddings_are_refused_with_how_to_save_without(
     assert "targets" not in message
 
 
-def written(model: Path, config: LoraConfig, to: Path) -> dict[str, torch.Tensor]:
-    """Write adapters with random A and B as a run does; return the merged weights."""
+def write_random(model: Path, config: LoraConfig, to: Path) -> None:
+    """Write adapters with random A and B as a run does."""
     hf, generator = architecture(model), torch.Generator().manual_seed(1)
     tensors = {
         name: 0.2 * torch.randn(shape, generator=generator)
@@ -185,13 +186,6 @@ def written(model: Path, config: LoraConfig, to: Path) -> dict[str, torch.Tensor
     }
     to.mkdir()
     write_adapter(tensors.items(), hf, config, model, to)
-    merged = dict(weights(model))
-    for name, a in tensors.items():
-        if ".lora_A." in name:
-            base = name.removeprefix("base_model.model.").replace(".lora_A", "")
-            b = tensors[name.replace(".lora_A.", ".lora_B.")]
-            merged[base] = merged[base] + config.alpha / config.rank * b @ a
-    return merged
 
 
 @pytest.mark.parametrize("family", [*DENSE, *WITH_EXPERTS])
@@ -203,12 +197,13 @@ def test_peft_computes_with_all_that_is_written_as_with_the_merged_weights(
 ) -> None:
     model = make_model(family, tmp_path / "model")
     config = LORA.model_copy(update={"targets": targets})
-    merged = written(model, config, tmp_path / "adapter")
+    write_random(model, config, tmp_path / "adapter")
     adapted = peft.PeftModel.from_pretrained(load_reference(family, model), tmp_path / "adapter")
     ids = torch.tensor([[7, 3, 5, 11, 9, 40, 96, 0, 1, 2]])
     actual = adapted(input_ids=ids).logits
-    copy_with(model, tmp_path / "merged", lambda tensors: tensors.update(merged))
-    expected, bound = Oracle.of(family, tmp_path / "merged").logits_of(ids)
+    merge = partial(merge_adapter, adapter=tmp_path / "adapter", scale=LORA.alpha / LORA.rank)
+    merged = copy_with(model, tmp_path / "merged", merge)
+    expected, bound = Oracle.of(family, merged).logits_of(ids)
     base = load_reference(family, model)(input_ids=ids).logits
     assert (expected - base).abs().max() > 0.3
     assert_within((actual - expected).abs().max().detach(), bound, "logits")

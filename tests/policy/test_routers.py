@@ -1,6 +1,5 @@
 """Routers that repeat choices: their own give the same numbers, others change them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,8 @@ from tests.policy.layouts import (
 from tests.policy.oracle import Gradients, Oracle
 from tests.policy.parity_ranks import multiples_of
 from tests.policy.tiny_models import (
+    Models,
     Problem,
-    make_model,
     make_problems,
     per_expert,
     reference_logits,
@@ -33,19 +32,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 TESTED = layouts_of(
     *("one rank, recomputed", "TP 2 × EP 2, ETP 1", "PP 2, recomputed"),
     "PP 2 × VPP 2 × CP 2 × EP 2",
+    models=EXPERTS,
 )
-CASES = [f"{layout.name}, {family}" for layout in TESTED for family in EXPERTS]
+CASES = [f"{layout.name}, {family}" for layout in TESTED for family in layout.models]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {name: make_model(name, root / name, num_hidden_layers=4) for name in EXPERTS}
-
-
-@pytest.fixture(scope="module")
-def results(models: dict[str, Path]) -> Results:
-    return by_rank(run_replays, TESTED, models)
+def results(deep_models: Models) -> Results:
+    return by_rank(run_replays, TESTED, deep_models)
 
 
 def per_token(case: str) -> int:
@@ -112,9 +106,10 @@ def test_metrics_say_what_was_repeated_and_where_the_router_agrees(
 
 
 @pytest.fixture(scope="module")
-def balanced(models: dict[str, Path]) -> dict[str, Any]:
+def balanced(deep_models: Models) -> dict[str, Any]:
     """Gradients without and with the loss, on rank 0."""
-    return {name: first for name, (first, *_) in by_rank(run_balanced, TESTED, models).items()}
+    of_ranks = by_rank(run_balanced, TESTED, deep_models)
+    return {name: first for name, (first, *_) in of_ranks.items()}
 
 
 def balancing_gradients(model: Any, family: str, problems: list[Problem]) -> dict[str, Tensor]:
@@ -146,12 +141,12 @@ def balancing_gradients(model: Any, family: str, problems: list[Problem]) -> dic
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_load_balancing_loss_has_the_gradient_of_its_formula_in_every_layout(
-    balanced: dict[str, Any], models: dict[str, Path], case: str
+    balanced: dict[str, Any], deep_models: Models, case: str
 ) -> None:
     layout, _, family = case.rpartition(", ")
     context_size = next(x for x in TESTED if x.name == layout).sizes.get("context", 1)
     problems = make_problems(0, *multiples_of(context_size), batches=BATCHES)
-    oracle = Oracle.of(family, models[family])
+    oracle = Oracle.of(family, deep_models[family])
     rest = oracle.gradients(problems)
     both = oracle.both(lambda model: balancing_gradients(model, family, problems))
     expected = Gradients.of(*both)

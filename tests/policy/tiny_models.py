@@ -67,11 +67,24 @@ HYBRID = {
     "rms_norm_eps": 1e-3,
 }
 """A gated delta net before each attention."""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+SHARED_EXPERTS = EXPERTS | {
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
 HYBRID_EXPERTS = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
+}
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
 }
 
 Batches = tuple[tuple[tuple[int, ...], ...], ...]
@@ -136,6 +149,7 @@ def model_class(family: str) -> Any:
         "qwen3_moe": transformers.Qwen3MoeForCausalLM,
         "glm4_moe": transformers.Glm4MoeForCausalLM,
         "deepseek_v3": transformers.DeepseekV3ForCausalLM,
+        "moonlight": transformers.DeepseekV3ForCausalLM,
         "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
         "qwen3_next": transformers.Qwen3NextForCausalLM,
         "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
@@ -163,33 +177,22 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
         "mistral": {
             "tie_word_embeddings": False,
             "sliding_window": None,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 8,
-            },
+            "rope_parameters": YARN,
         },
         "qwen3_moe": {
             "tie_word_embeddings": False,
             "head_dim": 16,
             "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "norm_topk_prob": True,
+            **EXPERTS,
         },
         "glm4_moe": {
             "tie_word_embeddings": False,
             "head_dim": 16,
             "attention_bias": True,
             "use_qk_norm": True,
-            "n_routed_experts": 8,
+            **SHARED_EXPERTS,
             "num_experts_per_tok": 3,
-            "moe_intermediate_size": 16,
             "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
         },
         "deepseek_v3": {
             "tie_word_embeddings": False,
@@ -199,28 +202,17 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             "qk_nope_head_dim": 8,
             "qk_rope_head_dim": 4,
             "v_head_dim": 10,
-            "n_routed_experts": 8,
+            **SHARED_EXPERTS,
             "n_group": 2,
             "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
             "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 0.7,
-                "original_max_position_embeddings": 8,
-            },
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
         },
         "qwen3_5_text": HYBRID,
         "qwen3_next": HYBRID | HYBRID_EXPERTS,
         "qwen3_5_moe_text": HYBRID | HYBRID_EXPERTS,
     }
+    traits["moonlight"] = traits["deepseek_v3"] | MOONLIGHT
     sizes = {**SIZES, **traits[family], **changes}
     if family == "qwen3_5_moe_text":
         del sizes["intermediate_size"]

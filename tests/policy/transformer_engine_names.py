@@ -23,9 +23,8 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from bapo_megatron.policy.families.base import HfConfig
-from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
-from tests.tools.planning.cases import MODELS
+from tests.tools.planning import cases
 
 HOPPER = SimpleNamespace(major=9, minor=0, name="no GPU")
 CUDNN_VERSION = 91300
@@ -100,7 +99,7 @@ def imaginary_gpu() -> Iterator[torch.device]:
 
 def published(family: str) -> HfConfig:
     """A published model, but for its number of layers."""
-    hf = read_hf_config_file(MODELS / f"{FAMILIES[family]}.json")
+    hf = cases.published(FAMILIES[family])
     biases = {"qkv_bias": True, "output_bias": True} if "biases" in family else {}
     if "latent" in family and hf.latent is not None:
         hf = replace(hf, latent=replace(hf.latent, query_rank=1536))
@@ -118,7 +117,7 @@ def held(hf: HfConfig, parallel: dict[str, Any]) -> dict[str, Any]:
     from bapo_megatron.policy.megatron_setup import build_chunks
     from tests.policy.fake_world import fake_world
 
-    config, model = ParallelConfig(**parallel), ModelConfig(path=MODELS)
+    config, model = ParallelConfig(**parallel), ModelConfig(path=cases.MODELS)
     modules: set[str] = set()
     parameters: dict[str, Any] = {}
     tensors: dict[str, list[int]] = {}
