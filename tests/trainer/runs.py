@@ -72,26 +72,29 @@ def write_run(directory: Path, model_dir: Path, **sections: Any) -> Path:
 
 
 def run_of_short_turns(
-    directory: Path, model_dir: Path, rollout: dict[str, Any], reward: dict[str, str]
+    directory: Path,
+    model_dir: Path,
+    rollout: dict[str, Any],
+    *functions: dict[str, str],
+    **sections: Any,
 ) -> Path:
     """The configuration of four steps of episodes, one ahead, with a checkpoint after each.
 
-    One token in sixteen ends a turn of their model, which is a copy.
+    One token in sixteen ends a turn of their model, which is a copy. ``functions`` reward them.
     """
     model = directory / "model"
     shutil.copytree(model_dir, model)
     ends = {"eos_token_id": [1, *range(9, 260, 16)]}
     (model / "generation_config.json").write_text(json.dumps(ends))
-    return write_run(
-        directory,
-        model,
-        rollout={"engine": "local", "async_steps": 1, "oversample_groups": 2, **rollout},
-        algorithm={"updates_per_batch": 2},
-        reward={"functions": [reward], "workers": 1},
-        train={"steps": 4},
-        checkpoint={"every_steps": 1},
-        eval={"sets": []},
-    )
+    defaults: dict[str, Any] = {
+        "rollout": {"engine": "local", "async_steps": 1, "oversample_groups": 2, **rollout},
+        "algorithm": {"updates_per_batch": 2},
+        "reward": {"functions": list(functions), "workers": 1},
+        "train": {"steps": 4},
+        "checkpoint": {"every_steps": 1},
+        "eval": {"sets": []},
+    }
+    return write_run(directory, model, **(defaults | sections))
 
 
 def train(
