@@ -32,7 +32,7 @@ OPTIMIZER = {
 }
 TOLERANCE = 1e-2 / 1e-3 * HEADROOM * EPS
 """Of weights of two layouts: clipped gradients have norm 1 and err by some ε of it, and Adam's
-steps are up to lr / eps times as large. Updates move weights by over 1e-3."""
+steps are up to lr / eps times as large. Updates move weights by over 3e-4."""
 NUM_UPDATES = 2
 MASTER_PREFIX = "optimizer.state.param."
 EXTRA = {"data": {"epoch": 1, "row": 7}, "unfinished": ["a", "ß"], "share": 0.1}
@@ -48,6 +48,7 @@ DENSE: Layouts = {
         "PP2": _PIPELINE,
         "PP2 VPP2": _INTERLEAVED,
         "CP2": {"context": 2},
+        "overlapped DP2": {},
     },
     4: {"TP2 PP2": {"tensor": 2, **_PIPELINE}, "DP2 CP2": {"context": 2}},
 }
@@ -65,10 +66,8 @@ HYBRID: Layouts = {
     1: {"single": {}},
     2: {"TP2": {"tensor": 2}, "PP2 VPP2": _INTERLEAVED, "CP2": {"context": 2}},
 }
-VARIANTS: dict[str, dict[str, Any]] = {
-    "overlapped DP2": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-}
-"""Layouts that are run again with other settings of ``MegatronConfig``."""
+SETTINGS = {"overlapped DP2": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+"""Settings of ``MegatronConfig`` of a layout, which saves in the foreground."""
 
 
 def update(state: TrainState) -> None:
@@ -162,15 +161,13 @@ def run_layouts(
     results: dict[str, Any] = {}
     for layout, sizes in layouts.items():
         with joined(**sizes) as groups:
-            results[layout] = train_and_save(model, root / layout, groups, asynchronous=True)
+            options: dict[str, Any] = {"megatron": SETTINGS.get(layout)}
+            results[layout] = train_and_save(
+                model, root / layout, groups, asynchronous=layout not in SETTINGS, **options
+            )
             for source in [layout, *sources.get(layout, [])]:
-                results[f"{layout} from {source}"] = resume(model, root / source, groups)
-            for name in [name for name in VARIANTS if name in sources and name.endswith(layout)]:
-                options = {"megatron": VARIANTS[name]}
-                results[name] = train_and_save(model, root / name, groups, **options)
-                for source in {name, *sources[name]}:
-                    resumed = resume(model, root / source, groups, **options)
-                    results[f"{name} from {source}"] = resumed
+                resumed = resume(model, root / source, groups, **options)
+                results[f"{layout} from {source}"] = resumed
     return results
 
 
@@ -190,26 +187,20 @@ def single_rank(model: Path, root: Path) -> dict[str, Any]:
         load_checkpoint(saved, continued)
         results["start"] = {"uninterrupted": train(first), "resumed": train(continued)}
         changed = {"lr": 2e-3, "min_lr": 1e-3, "schedule": "constant", "weight_decay": 0.3}
+        changed |= {"beta1": 0.8, "beta2": 0.9, "eps": 1e-4}
         results["changed"] = _changed_groups(model, saved, groups, changed)
     return results
 
 
-def changed_experts(model: Path, root: Path) -> list[dict[str, float]]:
-    """Parameter groups of a run that continues with another learning rate."""
-    with joined(expert=2) as groups:
-        directory = find_latest(root)
-        assert directory is not None
-        return _changed_groups(model, directory, groups, {"lr": 2e-3, "schedule": "constant"})
-
-
 def _changed_groups(
     model: Path, directory: Path, groups: ProcessGroups, changed: dict[str, Any]
-) -> list[dict[str, float]]:
-    """Rates and weight decays of the update that continues with other settings."""
+) -> list[dict[str, Any]]:
+    """Settings of the update that continues with other ones."""
     state = build(model, groups, **{**OPTIMIZER, **changed})
     load_checkpoint(directory, state)
     update(state)
-    return [{k: group[k] for k in ("lr", "weight_decay")} for group in state.optimizer.param_groups]
+    names = ("lr", "weight_decay", "betas", "eps")
+    return [{name: group[name] for name in names} for group in state.optimizer.param_groups]
 
 
 def _stale_weights(directory: Path) -> list[str]:

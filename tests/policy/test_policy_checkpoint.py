@@ -30,18 +30,14 @@ class Saves:
     layouts: ranks.Layouts
     sources: dict[str, list[str]]
     """Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
-    moved: tuple[str, ...]
-    """Weights of which updates move some values by over ``move``."""
-    move: float = 1e-3
     layers: int = 4
     own_tolerance: float = 1e-6
     """Of weights that continue in the layout that saved them."""
 
     @property
     def names(self) -> list[str]:
-        """Of layouts, and of their variants."""
-        variants = [name for name in ranks.VARIANTS if name in self.sources]
-        return [*(name for layouts in self.layouts.values() for name in layouts), *variants]
+        """Of layouts."""
+        return [name for layouts in self.layouts.values() for name in layouts]
 
     @property
     def crossed(self) -> list[str]:
@@ -72,7 +68,6 @@ SAVES = {
             "DP2 CP2": ["TP2 PP2"],
             "overlapped DP2": ["TP2"],
         },
-        ("model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight"),
     ),
     # A dense layer, experts, shared experts, and a buffer beside the parameters.
     "experts": Saves(
@@ -86,7 +81,6 @@ SAVES = {
             "CP2 EP2": ["PP2"],
             "TP2 EP2": ["CP2 EP2"],
         },
-        ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.3.up_proj.weight"),
         layers=2,
         own_tolerance=0.0,
     ),
@@ -94,11 +88,6 @@ SAVES = {
         "qwen3_5_text",
         ranks.HYBRID,
         {"single": [], "TP2": ["single"], "PP2 VPP2": ["TP2"], "CP2": ["PP2 VPP2"]},
-        tuple(
-            f"model.layers.0.linear_attn.{name}"
-            for name in ("A_log", "dt_bias", "conv1d.weight", "in_proj_qkv.weight", "norm.weight")
-        ),
-        move=1e-4,
     ),
 }
 MARKS = {"experts": pytest.mark.exhaustive, "hybrid": pytest.mark.exhaustive}
@@ -110,7 +99,7 @@ COMPARED = [
     for kind, saves in SAVES.items()
     for compared in saves.comparisons()
 ]
-LAYOUTS, CROSSED = SAVES["dense"].names[:-1], SAVES["dense"].crossed
+LAYOUTS, CROSSED = SAVES["dense"].names, SAVES["dense"].crossed
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +151,13 @@ def test_updates_equal_those_of_an_uninterrupted_run_whatever_the_layout_and_the
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_updates_move_the_weights_far_beyond_the_tolerances(
+def test_updates_move_all_weights_but_buffers_far_beyond_the_tolerances(
     runs: Callable[[str], Results], kind: str
 ) -> None:
     for before, after in pairwise(runs(kind)["single"][0]["weights"]):
-        for name in SAVES[kind].moved:
-            assert (after[name] - before[name]).abs().max() > SAVES[kind].move, name
+        moves = {name: float((weight - before[name]).abs().max()) for name, weight in after.items()}
+        still = [name for name, move in moves.items() if move < 3e-4]
+        assert all(name.endswith("e_score_correction_bias") for name in still)
 
 
 @pytest.mark.parametrize("name", CROSSED)
@@ -178,15 +168,21 @@ def test_state_of_caller_and_schedule_come_back_on_every_rank(results: Results, 
         assert rank["lr"] == pytest.approx(0.008)  # 0.01 · (1 − 2 / 10)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_streams_continue_in_the_layout_that_saved_them(
-    results: Results, layout: str
+@pytest.mark.parametrize(
+    ("name", "continue_"),
+    [
+        *((f"{layout} from {layout}", True) for layout in LAYOUTS),
+        # Other layouts of as many ranks.
+        *((name, False) for name in ("PP2 from TP2", "PP2 VPP2 from PP2", "DP2 CP2 from TP2 PP2")),
+    ],
+)
+def test_random_streams_continue_in_the_layout_that_saved_them_alone(
+    results: Results, name: str, continue_: bool
 ) -> None:
-    saved = [rank["drawn"] for rank in results[layout]]
-    resumed = [rank["drawn"] for rank in results[f"{layout} from {layout}"]]
-    for (number, tensor), (same_number, same_tensor) in zip(saved, resumed, strict=True):
-        assert number == same_number
-        assert torch.equal(tensor, same_tensor)
+    for resumed, saved in zip(results[name], results[name.split(" from ")[1]], strict=True):
+        (number, tensor), (saved_number, saved_tensor) = resumed["drawn"], saved["drawn"]
+        assert (number == saved_number) is continue_
+        assert torch.equal(tensor, saved_tensor) is continue_
 
 
 @pytest.mark.parametrize("layout", ["DP2", "CP2", "DP2 CP2", "overlapped DP2"])
@@ -204,16 +200,6 @@ def test_ranks_with_the_same_weights_write_and_read_equal_parts_of_a_checkpoint(
     assert max(read) < 1.25 * share
 
 
-@pytest.mark.parametrize("name", ["PP2 from TP2", "PP2 VPP2 from PP2", "DP2 CP2 from TP2 PP2"])
-def test_random_streams_of_another_layout_of_as_many_ranks_are_not_taken_over(
-    results: Results, name: str
-) -> None:
-    source = results[name.split(" from ")[1]]
-    for resumed, saved in zip(results[name], source, strict=True):
-        assert resumed["drawn"][0] != saved["drawn"][0]
-        assert not torch.equal(resumed["drawn"][1], saved["drawn"][1])
-
-
 def test_a_single_rank_resumes_bit_by_bit_from_before_the_first_update(
     single: dict[str, Any],
 ) -> None:
@@ -223,22 +209,12 @@ def test_a_single_rank_resumes_bit_by_bit_from_before_the_first_update(
         assert_same(resumed, uninterrupted)
 
 
-def test_the_configuration_decides_on_weight_decay_and_learning_rate_and_not_the_checkpoint(
+def test_the_configuration_decides_on_the_settings_of_adam_and_not_the_checkpoint(
     single: dict[str, Any],
 ) -> None:
-    assert {group["lr"] for group in single["changed"]} == {2e-3}
+    settings = {(group["lr"], group["betas"], group["eps"]) for group in single["changed"]}
+    assert settings == {(2e-3, (0.8, 0.9), 1e-4)}
     assert {group["weight_decay"] for group in single["changed"]} == {0.0, 0.3}
-
-
-@pytest.mark.exhaustive
-def test_experts_continue_with_another_learning_rate(
-    runs: Callable[[str], Results], root: Path
-) -> None:
-    assert runs("experts")
-    model = root / "experts" / "model"
-    for groups in run_ranks(ranks.changed_experts, 2, model, root / "experts" / "EP2"):
-        assert len(groups) >= 3  # of weights, of norms and biases, of experts
-        assert {group["lr"] for group in groups} == {2e-3}
 
 
 def test_an_update_that_was_still_on_its_way_to_the_weights_is_in_the_checkpoint(
