@@ -21,7 +21,6 @@ from bapo_megatron.evaluation.samples import (
     write_settings,
 )
 from tests.evaluation.results import sample
-from tests.launch import run
 
 WRITTEN = [
     sample(f"sums.jsonl:{row}", index, answer=str(row), response=response, reward=0.0)
@@ -43,21 +42,20 @@ def samples_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_samples_are_graded_again_without_server_and_configuration(
-    samples_file: Path, tmp_path: Path
+    samples_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "again"
-    result = run(["eval", "--from", str(samples_file), "--out", str(out)])
-    assert result.returncode == 0, result.stderr
-    assert "regraded 8 samples, 3 rewards changed" in result.stderr
+    cli.app(["eval", "--from", str(samples_file), "--out", str(out)], standalone_mode=False)
+    shown, said = capsys.readouterr()
+    assert "regraded 8 samples, 3 rewards changed" in said
     (scored,) = json.loads((out / "eval.json").read_text())
     assert (scored["name"], scored["missing_answers"]) == ("sums", 1)
     values = {score["name"]: score["value"] for score in scored["scores"]}
     # "0" and "0.0" are two votes for 0; three for 7 win the second problem.
     assert (values["avg@4"], values["maj@4"]) == (0.375, 0.5)
     assert [problem["votes"] for problem in scored["problems"]] == [[0, 0, -1, 1], [0, 1, 1, 1]]
-    assert "avg@4" in result.stdout
+    assert "avg@4" in shown
     assert "| sums | maj@4 | 50.00% |" in (out / "eval.md").read_text()
     regraded = list(iterate_samples(out / "sums.jsonl"))
     assert [entry.reward for entry in regraded] == [1, 1, 0, 0, 1, 0, 0, 0]

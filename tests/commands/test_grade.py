@@ -55,12 +55,6 @@ def config(tmp_path):
     return write_config(tmp_path, facts, {"name": "math", "function": "math", "weight": 2})
 
 
-@pytest.fixture
-def cheap(tmp_path):
-    """A run whose worker starts at once: what has an even length scores 1."""
-    return write_config(tmp_path, EVEN_LENGTH)
-
-
 @contextlib.contextmanager
 def grading_from_pipe(*arguments: str) -> Iterator[Any]:
     """Start it with open pipes."""
@@ -200,8 +194,9 @@ def test_a_file_or_function_that_is_not_there_is_one_line(tmp_path, capfd, argum
     assert complaint.count("\n") == 1
 
 
-def test_results_come_while_the_input_is_still_open_and_a_closed_pipe_ends_it(cheap):
-    with grading_from_pipe("--config", str(cheap)) as grading:
+def test_results_come_while_the_input_is_still_open_and_a_closed_pipe_ends_it(tmp_path):
+    config = write_config(tmp_path, EVEN_LENGTH)  # whose worker starts at once
+    with grading_from_pipe("--config", str(config)) as grading:
         grading.stdin.write(line_of("even", "1"))
         assert json.loads(grading.stdout.readline())["score"] == 1.0
         grading.stdout.close()

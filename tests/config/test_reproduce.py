@@ -4,13 +4,13 @@ import re
 import shlex
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bapo_megatron.config.check import check_config
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.settings import differing, flat_settings
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from tests.config.shipped import FOLDER, hf_config, hf_config_file, write_inputs
@@ -57,18 +57,6 @@ TABLES: dict[str, tuple[int, tuple[float, float] | None, float | None, int | Non
 def config_of(command: tuple[str, ...], *more: str) -> RunConfig:
     file, *overrides = command
     return load_config(FOLDER.parent / file, [*overrides, *more])
-
-
-def differences(first: Any, second: Any, key: str = "") -> set[str]:
-    """Dotted keys under which two configurations differ."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        assert first.keys() == second.keys()
-        return {
-            place
-            for name in first
-            for place in differences(first[name], second[name], f"{key}.{name}".lstrip("."))
-        }
-    return set() if first == second else {key}
 
 
 COMMAND_OF = {config_of(command).name: command for command in RUNS}
@@ -134,7 +122,8 @@ def test_targets_are_those_that_were_published() -> None:
 def test_a_control_differs_from_its_run_in_the_clip_rule_alone(bapo: str, control: str) -> None:
     allowed = {"name", "run_dir", "algorithm.objective", "algorithm.fixed.low"}
     allowed |= {"algorithm.fixed.high", "algorithm.dual_clip", "train.steps"}
-    assert differences(CONFIGS[bapo].model_dump(), CONFIGS[control].model_dump()) <= allowed
+    one, other = (flat_settings(CONFIGS[name]) for name in (bapo, control))
+    assert {*differing(one, other)} <= allowed
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +92,9 @@ def check(
 ) -> tuple[list[int], list[dict[str, Any]], str]:
     """Exit status of each machine, rank 0's findings, and what it wrote to standard error."""
     port = str(free_port())
-    launched = []
-    for number, node in enumerate(cluster.nodes):
-        fault = faults.get(number, Fault())
+
+    def run(number: int) -> subprocess.CompletedProcess[str]:
+        node, fault = cluster.nodes[number], faults.get(number, Fault())
         program = (
             *(sys.executable, "-m", "bapo_megatron.torchrun", "--nproc-per-node", "1"),
             *("--nnodes", str(len(cluster.nodes)), "--node-rank", str(number)),
@@ -102,36 +103,27 @@ def check(
             *FLOORS,
             *overrides,
         )
-        launched.append(
-            subprocess.Popen(
+        settings = {"NCCL_IB_HCA": "mlx5_0", "GLOO_SOCKET_IFNAME": INTERFACE, **fault.environment}
+        try:
+            return subprocess.run(
                 [*node.prefix, "sh", "-c", f'{fault.command} && exec "$@"', "sh", *program],
                 cwd=REPOSITORY,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "NCCL_IB_HCA": "mlx5_0",
-                    "GLOO_SOCKET_IFNAME": INTERFACE,
-                    **fault.environment,
-                },
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
+                capture_output=True,
                 text=True,
-                start_new_session=True,
+                timeout=TIMEOUT_S,
+                check=False,
             )
-        )
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S) for process in launched]
-    finally:
-        for process in launched:
-            if process.poll() is None:
-                process.kill()
-        for number, fault in faults.items():
+        finally:
             if fault.command.endswith(SLOW_LINK):
                 qdisc = ("tc", "qdisc", "delete", "dev", INTERFACE, "root")
-                subprocess.run([*cluster.nodes[number].prefix, *qdisc], check=True)
-    assert outputs[0][0], outputs
-    statuses = [process.returncode for process in launched]
-    return statuses, json.loads(outputs[0][0]), outputs[0][1]
+                subprocess.run([*node.prefix, *qdisc], check=True)
+
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(run, range(len(cluster.nodes))))
+    assert ended[0].stdout, ended
+    statuses = [process.returncode for process in ended]
+    return statuses, json.loads(ended[0].stdout), ended[0].stderr
 
 
 def problems(findings: Sequence[dict[str, Any]]) -> list[str]:
