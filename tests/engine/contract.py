@@ -6,7 +6,7 @@ R = tokens of one completion.
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
 PROMPT = [3, 20, 77, 4]
 LONG = 240
 """Tokens, nearly as many as the model can hold: there is time to interrupt such a response."""
-LIMIT_S = 300
-"""No test comes near it on a machine that works."""
 _FAKE_STOP = 200
 
 
@@ -49,7 +47,7 @@ class Case:
 
 
 @contextlib.contextmanager
-def fake_case(model_dir: Path, directory: Path) -> Iterator[Case]:
+def fake_case(model_dir: Path) -> Iterator[Case]:
     def expected(
         prompt: Sequence[int], response: Sequence[int] | np.ndarray, temperature: float
     ) -> np.ndarray:
@@ -73,7 +71,7 @@ def sglang_case(server: SglangServer, model_dir: Path) -> Case:
 
 
 @contextlib.contextmanager
-def local_case(model_dir: Path, directory: Path) -> Iterator[Case]:
+def local_case(model_dir: Path) -> Iterator[Case]:
     backend = LocalBackend(ModelConfig(path=model_dir, dtype="float32"), LocalConfig(), "cpu")
     yield Case(
         connect=functools.partial(backend.connect, "local"),
@@ -87,28 +85,20 @@ async def _connect(address: str, keys: ApiKeys) -> Engine:
     return SglangClient(address, keys, request_timeout_s=60.0)
 
 
-def play[T](case: Case, use: Callable[[Engine], Awaitable[T]]) -> T:
-    """Run ``use`` with the engine, which is made to sample meanwhile if it does not by itself."""
-
-    async def run() -> T:
-        engine = await case.connect()
-        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(use(engine))]
-        if engine.stepper is not None:
-            tasks.append(asyncio.create_task(_drive(engine.stepper)))
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks[1:]:
-                assert not task.done() or task.result()
-            return await tasks[0]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await engine.close()
-            await engine.close()
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def opened(case: Case) -> AsyncIterator[Engine]:
+    """The engine, which is made to sample meanwhile if it does not by itself."""
+    engine = await case.connect()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            steppers = [engine.stepper] if engine.stepper is not None else []
+            drivers = [tasks.create_task(_drive(stepper)) for stepper in steppers]
+            yield engine
+            for driver in drivers:
+                driver.cancel()
+    finally:
+        await engine.close()
+        await engine.close()
 
 
 async def _drive(stepper: Stepper) -> None:

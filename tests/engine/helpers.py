@@ -46,7 +46,7 @@ MAX_POSITIONS = 256
 
 
 def make_model_dir(
-    directory: Path, family: str = "qwen2", max_positions: int = MAX_POSITIONS
+    directory: Path, family: str = "qwen2", max_positions: int = MAX_POSITIONS, **sizes: int
 ) -> Path:
     """Write a random model whose logits are far from uniform, with the tiny tokenizer."""
     tokenizer = build_tokenizer(max_positions)
@@ -57,6 +57,7 @@ def make_model_dir(
         max_position_embeddings=max_positions,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **sizes,
     )
     tokenizer.save_pretrained(directory)
     return directory

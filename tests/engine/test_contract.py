@@ -5,6 +5,7 @@ tests: a server takes long to start, and there the tests of its own use it, too.
 """
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.data.staleness import token_versions
-from bapo_megatron.engine.base import START_VERSION, Engine, PauseMode, Scores
+from bapo_megatron.engine.base import START_VERSION, Engine, PauseMode
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import (
@@ -24,7 +25,7 @@ from tests.engine.contract import (
     abort_all,
     fake_case,
     local_case,
-    play,
+    opened,
 )
 from tests.engine.helpers import (
     MAX_POSITIONS,
@@ -38,11 +39,9 @@ EACH_PAUSE = pytest.mark.parametrize("mode", ["retract", "in_place"])
 
 
 @pytest.fixture(scope="module", name="case", params=CASES)
-def _case(
-    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Case]:
+def _case(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Case]:
     """An engine. Modules that import the tests from here have a case of their own instead."""
-    with request.param(model_dir, tmp_path_factory.mktemp("engine")) as case:
+    with request.param(model_dir) as case:
         yield case
 
 
@@ -68,8 +67,8 @@ async def load(engine: Engine, model_dir: Path, version: int, *, flush_cache: bo
     await control.load(model_dir, version=version, timeout_s=60)
 
 
-def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
-    async def ask(engine: Engine) -> None:
+async def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
+    async with opened(case) as engine:
         capabilities = await engine.capabilities()
         assert await engine.capabilities(10.0) == capabilities
         assert capabilities.num_ranks >= 1
@@ -77,15 +76,13 @@ def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
         assert 1 <= (await engine.weights(10.0)).tensor_ranks <= capabilities.num_ranks
         await engine.check()
 
-    play(case, ask)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_tokens_logprobs_and_versions_come_in_pieces_and_belong_together(
+async def test_tokens_logprobs_and_versions_come_in_pieces_and_belong_together(
     case: Case, temperature: float
 ) -> None:
-    async def generate(engine: Engine) -> None:
+    async with opened(case) as engine:
         short, long = (
             [Response(engine, length, temperature=temperature, seed=n) for n in range(12)]
             for length in (2, LONG)
@@ -110,20 +107,18 @@ def test_tokens_logprobs_and_versions_come_in_pieces_and_belong_together(
         longest = max(long, key=lambda response: response.sink.num_tokens)
         assert len(longest.sink.parts) > 3
 
-    play(case, generate)
 
-
-def test_logprobs_that_were_not_asked_for_do_not_come(case: Case) -> None:
-    async def generate(engine: Engine) -> Completion:
-        return await Response(engine, 20, return_logprobs=False).end()
-
-    completion = play(case, generate)
+async def test_logprobs_that_were_not_asked_for_do_not_come(case: Case) -> None:
+    async with opened(case) as engine:
+        completion = await Response(engine, 20, return_logprobs=False).end()
     assert len(completion.token_ids) > 0
     assert len(completion.logprobs) == 0
 
 
-def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(case: Case) -> None:
-    async def abort_and_continue(engine: Engine) -> None:
+async def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(
+    case: Case,
+) -> None:
+    async with opened(case) as engine:
         responses: list[Response] = []
         aborted: list[Completion] = []
         while not aborted:  # all may have ended before
@@ -140,20 +135,17 @@ def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(case:
         assert (await second.end()).finish_reason is not FinishReason.ABORT
         second.check(case)
 
-    play(case, abort_and_continue)
-
 
 @pytest.mark.slow
 @EACH_PAUSE
-def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: PauseMode) -> None:
+async def test_an_engine_that_is_paused_samples_nothing_and_answers(
+    case: Case, mode: PauseMode
+) -> None:
     require(case, mode)
-
-    async def pause(engine: Engine) -> None:
-        was_running = False
-        attempt = 0
+    async with opened(case) as engine:
+        was_running, seeds = False, itertools.count()
         while not was_running:  # it may end before the pause
-            response = Response(engine, stream_tokens=1, seed=attempt)
-            attempt += 1
+            response = Response(engine, stream_tokens=1, seed=next(seeds))
             await response.is_on_its_way()
             await engine.pause(mode)
             await asyncio.sleep(0.5)  # what was sampled before has arrived
@@ -169,15 +161,14 @@ def test_an_engine_that_is_paused_samples_nothing_and_answers(case: Case, mode: 
             response.check(case)
             assert held.check(case).finish_reason is not FinishReason.ABORT
 
-    play(case, pause)
 
-
-def test_a_request_that_is_aborted_while_it_is_retracted_has_its_tokens_once(case: Case) -> None:
-    async def pause_and_abort(engine: Engine) -> None:
-        attempt, reason = 0, FinishReason.STOP
+async def test_a_request_that_is_aborted_while_it_is_retracted_has_its_tokens_once(
+    case: Case,
+) -> None:
+    async with opened(case) as engine:
+        reason, seeds = FinishReason.STOP, itertools.count()
         while reason is not FinishReason.ABORT:  # it may end before
-            response = Response(engine, seed=attempt)
-            attempt += 1
+            response = Response(engine, seed=next(seeds))
             await response.is_on_its_way()
             await engine.pause("retract")
             await abort_all(engine)
@@ -185,21 +176,9 @@ def test_a_request_that_is_aborted_while_it_is_retracted_has_its_tokens_once(cas
             reason = (await response.end()).finish_reason
             response.check(case)
 
-    play(case, pause_and_abort)
 
-
-def test_resume_without_a_pause_does_nothing(case: Case) -> None:
-    async def resume(engine: Engine) -> None:
-        await engine.resume()
-        response = Response(engine, 4)
-        await response.end()
-        response.check(case)
-
-    play(case, resume)
-
-
-def test_a_stream_that_is_cancelled_leaves_nothing_behind(case: Case) -> None:
-    async def cancel(engine: Engine) -> None:
+async def test_a_stream_that_is_cancelled_leaves_nothing_behind(case: Case) -> None:
+    async with opened(case) as engine:
         assert engine.silence_s == 0.0
         response = Response(engine)
         await response.is_on_its_way()
@@ -212,48 +191,37 @@ def test_a_stream_that_is_cancelled_leaves_nothing_behind(case: Case) -> None:
         other.check(case)
         assert response.sink.num_tokens == num_tokens
 
-    play(case, cancel)
 
-
-def test_requests_that_are_given_up_end_with_the_reason(case: Case) -> None:
-    async def give_up(engine: Engine) -> None:
-        attempt, is_running = 0, False
-        while not is_running:
-            responses = [Response(engine, seed=attempt + n) for n in range(2)]
-            attempt += 2
-            for response in responses:
-                await response.is_on_its_way()
-            engine.give_up("the test ends")
-            ended = await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
-            # One that had its last token by then has ended by itself.
-            is_running = all(
-                r.sink.completion().finish_reason is FinishReason.ABORT for r in responses
-            )
-        for error in ended:
+async def test_requests_that_are_given_up_end_with_the_reason(case: Case) -> None:
+    async with opened(case) as engine:
+        responses = [Response(engine, seed=seed) for seed in range(8)]
+        for response in responses:
+            await response.is_on_its_way()
+        engine.give_up("the test ends")
+        ended = await asyncio.gather(*(r.task for r in responses), return_exceptions=True)
+        errors = [error for error in ended if error is not None]
+        assert errors  # a response that had its last token by then has ended by itself
+        for error in errors:
             assert isinstance(error, ServerGoneError)
             assert "the test ends" in str(error)
             assert "contract" in str(error)
         assert engine.num_in_flight == 0
         assert await engine.version() == str(START_VERSION)
 
-    play(case, give_up)
-
 
 @pytest.mark.slow
-def test_new_weights_are_used_and_tokens_have_their_version(
+async def test_new_weights_are_used_and_tokens_have_their_version(
     case: Case, model_dir: Path, changed_dir: Path
 ) -> None:
-    async def update(engine: Engine) -> tuple[str, Completion]:
+    async with opened(case) as engine:
         # Fills the prefix cache with the old weights' keys and values, which must not survive.
         await Response(engine, 32).end()
         await load(engine, changed_dir, 7)
         try:
-            return await engine.version(), await Response(engine, 32, version=7).end()
+            assert await engine.version() == "7"
+            completion = await Response(engine, 32, version=7).end()
         finally:
             await load(engine, model_dir, START_VERSION)
-
-    version, completion = play(case, update)
-    assert version == "7"
     assert [span.version for span in completion.versions] == [7]
     if case.has_model:
         new = reference_logprobs(changed_dir, PROMPT, completion.token_ids, 1.0)
@@ -263,16 +231,14 @@ def test_new_weights_are_used_and_tokens_have_their_version(
 
 
 @EACH_PAUSE
-def test_a_response_goes_on_with_new_weights_where_it_was_paused(
+async def test_a_response_goes_on_with_new_weights_where_it_was_paused(
     case: Case, model_dir: Path, changed_dir: Path, mode: PauseMode
 ) -> None:
     require(case, mode)
-
-    async def update(engine: Engine) -> Completion:
-        attempt, versions = 0, [0]
+    async with opened(case) as engine:
+        versions, seeds = [0], itertools.count()
         while versions != [START_VERSION, 7]:  # it may end before
-            response = Response(engine, stream_tokens=2, seed=attempt)
-            attempt += 1
+            response = Response(engine, stream_tokens=2, seed=next(seeds))
             await response.is_on_its_way()
             await engine.pause(mode)
             await load(engine, changed_dir, 7, flush_cache=mode == "retract")
@@ -280,9 +246,6 @@ def test_a_response_goes_on_with_new_weights_where_it_was_paused(
             completion = await response.end()
             await load(engine, model_dir, START_VERSION)
             versions = [span.version for span in completion.versions]
-        return completion
-
-    completion = play(case, update)
     if case.has_model:
         old = reference_logprobs(model_dir, PROMPT, completion.token_ids, 1.0)
         new = reference_logprobs(changed_dir, PROMPT, completion.token_ids, 1.0)
@@ -294,10 +257,10 @@ def test_a_response_goes_on_with_new_weights_where_it_was_paused(
             )
 
 
-def test_an_unusable_directory_is_an_error_and_the_engine_lives(
+async def test_an_unusable_directory_is_an_error_and_the_engine_lives(
     real_case: Case, tmp_path: Path
 ) -> None:
-    async def update(engine: Engine) -> None:
+    async with opened(real_case) as engine:
         with pytest.raises(RolloutError) as caught:
             await load(engine, tmp_path / "nothing", 3)
         assert not isinstance(caught.value, ServerError)
@@ -306,23 +269,18 @@ def test_an_unusable_directory_is_an_error_and_the_engine_lives(
         await response.end()
         response.check(real_case)
 
-    play(real_case, update)
-
 
 @pytest.mark.parametrize(("start", "top_k"), [(1, 0), (4, 3), (15, 8), (23, 1), (24, 2)])
-def test_tokens_from_a_position_on_are_scored_with_the_likeliest_ones(
+async def test_tokens_from_a_position_on_are_scored_with_the_likeliest_ones(
     case: Case, model_dir: Path, start: int, top_k: int
 ) -> None:
     tokens = [*PROMPT, *range(40, 60)]
-
-    async def score(engine: Engine) -> Scores:
+    num_scored = len(tokens) - start
+    async with opened(case) as engine:
         await Response(engine, 4, prompt=tokens[:16]).end()
-        first = await engine.score(tokens, 60, start=start, top_k=top_k)
+        scores = await engine.score(tokens, 60, start=start, top_k=top_k)
         again = await engine.score(tokens, 60, start=start, top_k=top_k)
-        np.testing.assert_allclose(again.logprobs, first.logprobs, rtol=0, atol=1e-5)
-        return first
-
-    scores, num_scored = play(case, score), len(tokens) - start
+    np.testing.assert_allclose(again.logprobs, scores.logprobs, rtol=0, atol=1e-5)
     assert (scores.logprobs.dtype, scores.logprobs.shape) == (np.float32, (num_scored,))
     assert (scores.top_ids.dtype, scores.top_ids.shape) == (np.int32, (num_scored, top_k))
     assert (scores.top_logprobs.dtype, scores.top_logprobs.shape) == (
@@ -340,22 +298,16 @@ def test_tokens_from_a_position_on_are_scored_with_the_likeliest_ones(
         np.testing.assert_allclose(scores.top_logprobs, top_RK, rtol=0, atol=1e-5)
 
 
-def test_tokens_beyond_the_models_positions_are_not_scored(real_case: Case) -> None:
-    async def score(engine: Engine) -> None:
+async def test_what_exceeds_the_models_positions_is_refused_by_their_number(
+    real_case: Case,
+) -> None:
+    async with opened(real_case) as engine:
         with pytest.raises(RolloutError, match=f"{MAX_POSITIONS}") as caught:
             await engine.score([5] * (MAX_POSITIONS + 1), 60, start=9)
         assert not isinstance(caught.value, ServerError)
         longest = await engine.score([5] * (MAX_POSITIONS - 7), 60, start=9)
         assert len(longest.logprobs) == MAX_POSITIONS - 16
-
-    play(real_case, score)
-
-
-def test_a_request_beyond_the_models_positions_is_refused_by_their_number(real_case: Case) -> None:
-    async def too_long(engine: Engine) -> None:
         with pytest.raises(RolloutError, match=f"{MAX_POSITIONS}.*contract") as caught:
             await Response(engine, 200, prompt=[5] * 200).task
         assert not isinstance(caught.value, ServerError)
         assert engine.num_in_flight == 0
-
-    play(real_case, too_long)

@@ -18,7 +18,6 @@ class FakeWeightServer(FakeServer):
     """Start it with ``with``; attributes may be changed while it runs."""
 
     tensor_ranks: int = 1
-    pipeline_ranks: int = 1
     version: str = "0"
     in_session: bool = False
     is_busy: bool = False
@@ -52,7 +51,7 @@ class FakeWeightServer(FakeServer):
 
     def handle(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/server_info":
-            return 200, {**INFO, "tp_size": self.tensor_ranks, "pp_size": self.pipeline_ranks}
+            return 200, {**INFO, "tp_size": self.tensor_ranks}
         if path == "/model_info":
             return 200, {"weight_version": self.version}
         self.calls.append((path, body))

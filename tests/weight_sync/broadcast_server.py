@@ -1,7 +1,6 @@
 """Stands in for SGLang's launcher: one scheduler, which takes weights through a real gloo group.
 
-It works at one call at a time; HTTP goes on meanwhile, behind the launcher's ``InfoAnswers``. With
-``--hangs`` it does not come out of a broken broadcast, of which NCCL need not tell.
+It works at one call at a time; HTTP goes on meanwhile, behind the launcher's ``InfoAnswers``.
 """
 
 import argparse
@@ -10,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,15 +20,13 @@ from bapo_megatron.engine.collective import join_group, tensor_sizes
 from bapo_megatron.engine.sglang.keys import InfoAnswers
 from tests.fakes.fake_sglang import INFO
 
-HANG_S = 1800.0
-"""How long a broadcast may hang."""
+LIMIT_S = 60.0
 
 
 class Server:
     """The application behind ``InfoAnswers``."""
 
-    def __init__(self, *, hangs: bool) -> None:
-        self._hangs = hangs
+    def __init__(self) -> None:
         self._scheduler = ThreadPoolExecutor(1)
         self._version = "none"
         self._group: Any = None
@@ -57,15 +53,11 @@ class Server:
                 body["rank_offset"],
                 body["world_size"],
             )
-            self._group = join_group(place, 60.0, HANG_S)
+            self._group = join_group(place, LIMIT_S, LIMIT_S)
         elif path == "/update_weights_from_distributed":
             layout = BucketLayout(*(tuple(body[name]) for name in ("names", "dtypes", "shapes")))
             flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8)
-            try:
-                self._group.broadcast(flat, root=0).wait()
-            except RuntimeError:
-                time.sleep(HANG_S if self._hangs else 0.0)
-                raise
+            self._group.broadcast(flat, root=0).wait()
         self._version = body.get("weight_version", self._version)
         return INFO if path == "/server_info" else {}
 
@@ -74,7 +66,6 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
-    parser.add_argument("--hangs", action="store_true")
     options, _ = parser.parse_known_args(arguments)
     sys.stdin.readline()  # the keys
 
@@ -83,7 +74,7 @@ def main(arguments: list[str]) -> None:
         os._exit(0)
 
     threading.Thread(target=end_with_owner, daemon=True).start()
-    app = InfoAnswers(Server(hangs=options.hangs))
+    app = InfoAnswers(Server())
     uvicorn.run(app, host=options.host, port=options.port, lifespan="off", log_level="warning")
 
 

@@ -9,6 +9,6 @@ from tests.fakes.fake_weight_server import FakeWeightServer
 
 @pytest.fixture
 def servers() -> Iterator[list[FakeWeightServer]]:
-    """Two fake servers that take weights."""
-    with FakeWeightServer() as first, FakeWeightServer() as second:
+    """Two fake servers that take weights, of one and of two ranks."""
+    with FakeWeightServer() as first, FakeWeightServer(tensor_ranks=2) as second:
         yield [first, second]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -57,17 +58,22 @@ class ThreadSource:
     def __init__(
         self, addresses: Sequence[str], config: RolloutConfig, fault: Fault | None = None
     ) -> None:
-        self._addresses = addresses
-        self._config = config
         self._fault = fault
         self.calls: list[str] = []
         self.generation = StubGeneration()
+        self._clients = [
+            SglangClient(address, KEYS, request_timeout_s=config.request_timeout_s)
+            for address in addresses
+        ]
+        self.pool = StubPool(self._clients)
+        self.receiver = WeightReceiver(self.pool, config, self.generation, PROBE)
+        self._answers = Answers()
+        self.receiver.bind_to(self._answers)
 
     def __enter__(self) -> ThreadSource:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._run(self._open())
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -86,17 +92,6 @@ class ThreadSource:
             os.killpg(fault.pid, fault.signal)
         self.calls.append(name)
         return future.result
-
-    async def _open(self) -> None:
-        rollout = self._config
-        self._clients = [
-            SglangClient(address, KEYS, request_timeout_s=rollout.request_timeout_s)
-            for address in self._addresses
-        ]
-        self.pool = StubPool(self._clients)
-        self.receiver = WeightReceiver(self.pool, rollout, self.generation, PROBE)
-        self._answers = Answers()
-        self.receiver.bind_to(self._answers)
 
     async def _close(self) -> None:
         await self.receiver.close()
@@ -128,33 +123,29 @@ def sync_changed(
     factors: tuple[float, ...] = (1.5,),
     layout: dict[str, int] | None = None,
     fault: Fault | None = None,
-    bytes_per_mb: int = 20_000,
 ) -> list[Synced]:
     """Sync the model's weights once for each factor, by which some of them are multiplied before.
 
     The weights of sync n are exported to ``<directory>/<n>``; versions are 100 + n. The model has
     131 kB, hence "megabytes" of another size.
     """
-    send._BYTES_PER_MB = bytes_per_mb
+    send._BYTES_PER_MB = 20_000
     config = RolloutConfig.model_validate(rollout)
     outcomes = []
     with joined(**(layout or {})) as groups:
         state = build_policy(model_dir, groups)
         score = partial(score_probes, state.model, OpsConfig(), shape_of(state, groups))
         sync = WeightSync(config.weight_sync, directory / "run", score, state.model.groups.device)
-        source = ThreadSource(addresses, config, fault) if groups.rank == 0 else None
-        if source is not None:
-            source.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            source: ThreadSource | None = None
+            if groups.rank == 0:
+                source = stack.enter_context(ThreadSource(addresses, config, fault))
+                stack.callback(sync.close)
             for number, factor in enumerate(factors):
                 _multiply(state, factor)
                 state.num_updates = 100 + number
                 outcomes.append(_sync(sync, state, source))
                 state.model.export_hf(directory / str(number))
-        finally:
-            if source is not None:
-                sync.close()
-                source.__exit__()
     return outcomes
 
 

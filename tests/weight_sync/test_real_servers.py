@@ -1,5 +1,6 @@
 """Trainer ranks sync weights with real servers, which had none and then compute as transformers."""
 
+import asyncio
 import functools
 import os
 import signal
@@ -11,17 +12,16 @@ import pytest
 
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.engine.base import SamplingSettings
-from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.server import SglangServer
 from tests.distributed_launch import run_ranks
 from tests.engine.helpers import descendants, reference_logprobs
 from tests.engine.sglang.servers import (
     KEYS,
-    load_weights,
+    connected,
     make_server,
+    restore_weights,
     running,
     sample,
-    with_client,
 )
 from tests.weight_sync.ranks import Fault, Synced, sync_changed
 
@@ -43,33 +43,20 @@ def pair(
     awaiting = make_server(model_dir, tmp_path_factory.mktemp("awaiting"), awaits_weights=True)
     with running(awaiting):
         yield [awaiting, server]
-    with_client(server.address, lambda client: load_weights(client, model_dir, 0), server.keys)
+    asyncio.run(restore_weights(server, model_dir))
 
 
 def _assert_computes(address: str, version: int, exported: Path) -> None:
     """The server samples with ``version``, by the log-probs of transformers with these weights."""
 
-    async def generate(client: SglangClient) -> Completion:
-        return await sample(client, PROMPT, SamplingSettings(1.0, max_new_tokens=32, seed=0))
+    async def generate() -> Completion:
+        async with connected(address, KEYS) as client:
+            return await sample(client, PROMPT, SamplingSettings(1.0, max_new_tokens=32, seed=0))
 
-    completion = with_client(address, generate, KEYS)
+    completion = asyncio.run(generate())
     assert [span.version for span in completion.versions] == [version]
     expected = reference_logprobs(exported, PROMPT, completion.token_ids, 1.0)
     np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.exhaustive
-def test_without_weights_a_server_computes_nothing_that_could_be_mistaken_for_the_model(
-    pair: list[SglangServer], model_dir: Path
-) -> None:
-    async def ask(client: SglangClient) -> tuple[str, np.ndarray]:
-        scores = await client.score([*PROMPT, 5, 6], 60.0)
-        return await client.version(60.0), scores.logprobs
-
-    version, scores = with_client(pair[0].address, ask, KEYS)
-    assert version == "none"
-    expected = reference_logprobs(model_dir, PROMPT, [5, 6], 1.0)
-    assert np.abs(scores[-2:] - expected).max() > 0.1
 
 
 @pytest.mark.parametrize(

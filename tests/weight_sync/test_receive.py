@@ -20,7 +20,7 @@ async def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
     async with sync_on(servers) as setting:
         assert await setting.broadcast() == Opened(
             addresses=tuple(server.address for server in servers),
-            num_ranks=(1, 1),
+            num_ranks=(1, 2),
             gpus=((), ()),
             share_group=False,
         )
@@ -41,7 +41,7 @@ async def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
             "master_address": "127.0.0.1",
             "master_port": 1234,
             "rank_offset": 1 + number,
-            "world_size": 3,
+            "world_size": 4,
             "group_name": "group",
             "backend": "gloo",
         }
@@ -57,15 +57,6 @@ async def test_a_weight_sync_pauses_generation_and_labels_only_the_last_part(
         }
         assert last == {**first, "flush_cache": True, "weight_version": "7"}
         assert server.version == "7"
-
-
-async def test_the_ranks_of_servers_follow_one_another_in_the_group() -> None:
-    with FakeWeightServer(tensor_ranks=2) as first, FakeWeightServer(tensor_ranks=4) as second:
-        async with sync_on([first, second]) as setting:
-            assert (await setting.broadcast()).num_ranks == (2, 4)
-        joins = [server.calls[1][1] for server in (first, second)]
-    assert [join["rank_offset"] for join in joins] == [1, 3]
-    assert [join["world_size"] for join in joins] == [7, 7]
 
 
 async def test_a_session_that_an_earlier_trainer_left_open_is_closed_first() -> None:
@@ -95,7 +86,7 @@ async def test_the_group_is_shared_until_a_member_is_lost_joins_or_leaves(
         assert (await setting.broadcast(1)).num_ranks == (1,)
         setting.pool.engines = [first, second]
         opened = await setting.broadcast(2)
-        assert (opened.num_ranks, opened.share_group) == ((1, 1), False)
+        assert (opened.num_ranks, opened.share_group) == ((1, 2), False)
 
         await setting.receiver.begin(3)
         leaving = asyncio.create_task(setting.receiver.wait_idle())
@@ -135,29 +126,14 @@ async def test_a_server_that_refuses_is_left_out_until_the_next_weight_sync(
         setting.receiver._group.is_shared = True  # nobody is blamed
         assert "not now" in await setting.receive(is_last=True)
         servers[0].refusals.clear()
-        assert (await setting.broadcast()).addresses == (servers[0].address,)
+        opened = await setting.broadcast()
+        assert (opened.addresses, opened.share_group) == ((servers[0].address,), False)
         assert setting.states == ["usable", "stale"]
         assert setting.generation.calls == ["pause", "resume"]
 
         servers[1].refusals.clear()
         assert len((await setting.broadcast(8)).addresses) == 2
     assert [server.version for server in servers] == ["8", "8"]
-
-
-async def test_the_only_server_that_answers_takes_part_again_though_it_failed(
-    servers: list[FakeWeightServer],
-) -> None:
-    health = {"timeout_s": 0.5, "patience_s": 20}
-    async with sync_on(servers[:1], health=health) as setting:
-        await setting.begin()
-        servers[0].hanging.add(BROADCAST)
-        setting.pool.mark_lost(setting.pool.engines[0], "killed")
-        assert "lost during the call" in await setting.receive()
-        servers[0].hanging.clear()
-        loop = asyncio.get_running_loop()
-        loop.call_later(1.0, setattr, setting.pool.engines[0], "state", EngineState.STALE)
-        await setting.broadcast()
-        assert setting.states == ["usable"]
 
 
 @pytest.mark.parametrize(
@@ -192,22 +168,8 @@ async def test_servers_that_all_refuse_end_the_run_with_their_words(
         if path == BROADCAST:
             await setting.begin()
             assert "no such weight" in await setting.receive()
-        with pytest.raises(RolloutError, match=rf"{path}.*no such weight"):
+        with pytest.raises(RolloutError, match=rf"^http.*{path}: .*no such weight"):
             await (setting.begin() if path == BROADCAST else setting.load())
-
-
-async def test_a_refusal_in_a_group_that_existed_before_is_held_against_nobody(
-    servers: list[FakeWeightServer],
-) -> None:
-    async with sync_on(servers) as setting:
-        await setting.broadcast(1)
-        servers[1].refusals[BROADCAST] = "unknown group"  # it restarted
-        assert (await setting.begin(2)).share_group
-        assert "unknown group" in await setting.receive()
-        servers[1].refusals.clear()
-        assert not (await setting.broadcast(2)).share_group
-        assert setting.states == ["usable", "usable"]
-    assert [server.version for server in servers] == ["2", "2"]
 
 
 @pytest.mark.slow

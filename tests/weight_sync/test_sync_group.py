@@ -64,12 +64,6 @@ def test_nobody_is_blamed_beside_a_lost_member_which_comes_back_if_it_is_the_onl
     assert group.eligible([first, second]) == [first]
 
 
-def test_members_that_all_refuse_end_the_run() -> None:
-    group, entries = group_of(1, 1)
-    with pytest.raises(RolloutError, match=r"^refused$"):
-        group.blame(dict.fromkeys(entries, REFUSED), entries)
-
-
 def test_only_members_that_joined_and_are_not_lost_leave() -> None:
     group, entries = group_of(1, 2, 3)
     entries[0].state = EngineState.LOST

@@ -1,11 +1,11 @@
 """How rank 0 hands over buckets: by broadcast, and as memory that servers map."""
 
 import base64
-import io
 import pickle
 import threading
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their wait for rank 0 in the store ends, and the message has its reason."""
-    monkeypatch.setattr(collective, "join_group", lambda *_: _raise("no GPUs found"))
+    monkeypatch.setattr(collective, "join_group", Mock(side_effect=RuntimeError("no GPUs found")))
     closed = threading.Event()
     transport = BroadcastTransport(WeightSyncConfig(), torch.device("cpu"))
 
@@ -56,17 +56,10 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
         transport.prepare(opened, Source())
     assert closed.is_set()
 
-    class ContentSource:
-        def start(self, *_: Any) -> Any:
-            return lambda: None
-
+    content = Mock(start=lambda *_: lambda: None)
     with pytest.raises(RolloutError, match="the servers succeeded but rank 0 could not form"):
-        transport.prepare(opened, ContentSource())
+        transport.prepare(opened, content)
     transport.close()
-
-
-def _raise(message: str) -> None:
-    raise RuntimeError(message)
 
 
 def test_each_rank_of_own_servers_gets_a_bucket_on_its_own_gpu(
@@ -108,19 +101,12 @@ def test_each_rank_of_own_servers_gets_a_bucket_on_its_own_gpu(
     assert collected == ["collected"]
 
 
-def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
+def test_payloads_hold_no_data() -> None:
     layout = BucketLayout(("a", "b"), ("float32", "bfloat16"), ((5000,), (2, 3)))
     flat = torch.arange(20012).to(torch.uint8)
     pickled = base64.b64decode(shared_memory_payload(layout, flat))
     assert len(pickled) < 2000
-    classes: set[tuple[str, str]] = set()
-
-    class Recorder(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            classes.add((module, name))
-            return super().find_class(module, name)
-
-    opened = Recorder(io.BytesIO(pickled)).load()
+    opened = pickle.loads(pickled)
     assert opened["flattened_tensor"].equal(flat)
     assert opened["flattened_tensor"].data_ptr() == flat.data_ptr()  # the same memory, here
     # What sglang.srt.weight_sync.tensor_bucket.FlattenedTensorMetadata holds.
@@ -129,17 +115,3 @@ def test_payloads_hold_no_data_and_only_classes_that_sglang_admits() -> None:
         ("a", (5000,), torch.float32, 0, 20000, 20000),
         ("b", (2, 3), torch.bfloat16, 20000, 20012, 12),
     ]
-    # All of them are in ALLOWED_GLOBALS of sglang.srt.utils.common.SafeUnpickler of 0.5.23.
-    assert classes == {
-        ("builtins", "dict"),
-        ("functools", "partial"),
-        ("torch", "Tensor"),
-        ("torch", "Size"),
-        ("torch", "uint8"),
-        ("torch", "float32"),
-        ("torch", "bfloat16"),
-        ("torch.storage", "UntypedStorage"),
-        ("torch.multiprocessing.reductions", "rebuild_tensor"),
-        ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
-        ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
-    }

@@ -2,12 +2,16 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.weight_sync.verify import _Comparison
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.weight_sync.setting import PROBE, sync_on
+
+TOKENS = 512
 
 
 async def test_servers_that_compute_as_the_trainer_does_are_kept(
@@ -103,19 +107,49 @@ async def test_by_default_only_servers_that_are_new_or_came_back_are_compared(
         assert setting.states == ["usable", "lost"]
 
 
-async def test_a_number_compares_every_so_many_weight_syncs(
-    servers: list[FakeWeightServer],
+@pytest.mark.parametrize(
+    ("verify", "expected"), [(2, [2, 2, 4, 4, 6]), ("every", [2, 4, 6, 8, 10]), ("none", [0] * 5)]
+)
+async def test_a_number_compares_every_so_many_weight_syncs_and_none_compares_nothing(
+    servers: list[FakeWeightServer], verify: int | str, expected: list[int]
 ) -> None:
-    async with sync_on(servers, weight_sync={"verify": 2}) as setting:
-        compared = []
-        for version in range(1, 6):
+    async with sync_on(servers, weight_sync={"verify": verify}) as setting:
+        for version, num_scored in enumerate(expected, start=1):
             await setting.compare(version=version)
-            compared.append([server.paths.count("/generate") for server in servers])
-        assert compared == [[2, 2], [2, 2], [4, 4], [4, 4], [6, 6]]
+            assert [server.paths.count("/generate") for server in servers] == [num_scored] * 2
 
 
-async def test_nothing_is_compared_if_that_is_not_wanted(servers: list[FakeWeightServer]) -> None:
-    async with sync_on(servers, weight_sync={"verify": "none"}) as setting:
-        assert (await setting.compare()).difference is None
-        assert setting.states == ["usable", "usable"]
-    assert [server.paths.count("/generate") for server in servers] == [0, 0]
+def drawn(seed: int, scale: float) -> np.ndarray:
+    return scale * np.random.default_rng(seed).standard_normal(TOKENS)
+
+
+@pytest.mark.parametrize("change", [1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("mismatch", [0.0, 1e-6, 0.03])
+def test_a_server_that_repeats_its_log_probs_while_the_trainer_s_move_has_no_new_weights(
+    change: float, mismatch: float
+) -> None:
+    start = drawn(0, 1.0)
+    server = start + drawn(1, mismatch)
+    before = _Comparison(server, start)
+    assert before.shows_no_change_of(_Comparison(server, start + drawn(2, change)))
+    hardly = server + drawn(3, 0.05 * change)
+    assert before.shows_no_change_of(_Comparison(hardly, start + drawn(2, change)))
+
+
+@pytest.mark.parametrize("change", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
+@pytest.mark.parametrize("rounding", [0.0, 1e-6, 5e-3])
+def test_new_weights_raise_no_alarm_however_both_sides_round(
+    change: float, rounding: float
+) -> None:
+    """In bfloat16 a change of weights rounds each side anew, by more than it changes them."""
+    start, moved = drawn(0, 1.0), drawn(0, 1.0) + drawn(1, change)
+    before = _Comparison(start + drawn(2, rounding), start + drawn(3, rounding))
+    after = _Comparison(moved + drawn(4, rounding), moved + drawn(5, rounding))
+    assert not before.shows_no_change_of(after)
+
+
+def test_a_trainer_that_does_not_move_shows_nothing() -> None:
+    start = drawn(0, 1.0)
+    before = _Comparison(start + drawn(1, 0.01), start)
+    assert not before.shows_no_change_of(before)
+    assert not before.shows_no_change_of(_Comparison(before.server, start + drawn(2, 1e-6)))

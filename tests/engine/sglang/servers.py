@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +40,14 @@ def make_server(model_dir: Path, run_dir: Path, *, awaits_weights: bool = False)
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str, keys: ApiKeys | None = None) -> AsyncIterator[SglangClient]:
-    client = SglangClient(address, keys or ApiKeys(), request_timeout_s=60.0)
+async def connected(
+    address: str, keys: ApiKeys | None = None, **options: Any
+) -> AsyncIterator[SglangClient]:
+    client = SglangClient(address, keys or ApiKeys(), request_timeout_s=60.0, **options)
     try:
         yield client
     finally:
         await client.close()
-
-
-def with_client[T](
-    address: str, use: Callable[[SglangClient], Awaitable[T]], keys: ApiKeys | None = None
-) -> T:
-    """Run ``use`` with a client in an event loop of its own."""
-
-    async def run() -> T:
-        async with connected(address, keys) as client, asyncio.timeout(300):
-            return await use(client)
-
-    return asyncio.run(run())
 
 
 async def sample(
@@ -74,19 +64,12 @@ def running(server: SglangServer) -> Iterator[SglangServer]:
     """Start a server and wait until it takes requests; it ends with the block."""
     server.start()
     try:
-        wait_until_ready(server)
+        while asyncio.run(server.ask(5.0)) is not Readiness.READY:
+            assert server.exit_reason() is None, tail(server.log_path)
+            time.sleep(0.2)
         yield server
     finally:
         server.close()
-
-
-def wait_until_ready(server: SglangServer) -> None:
-    """Wait until a server that was started takes requests."""
-    while True:
-        assert server.exit_reason() is None, tail(server.log_path)
-        if asyncio.run(server.ask(5.0)) is Readiness.READY:
-            return
-        time.sleep(0.2)
 
 
 @contextlib.contextmanager
@@ -94,9 +77,10 @@ def lent(server: SglangServer, model_dir: Path) -> Iterator[dict[str, str]]:
     """The environment of a run that may use a server; it gets the weights of its model back."""
     keys = server.keys
     yield {API_KEY_VARIABLE: keys.api_key, ADMIN_API_KEY_VARIABLE: keys.admin_api_key}
-    with_client(server.address, lambda client: load_weights(client, model_dir, 0), keys)
+    asyncio.run(restore_weights(server, model_dir))
 
 
-async def load_weights(client: SglangClient, model_dir: Path, version: int) -> None:
-    control = await client.weights(60)
-    await control.load(model_dir, version=version, timeout_s=60)
+async def restore_weights(server: SglangServer, model_dir: Path) -> None:
+    async with connected(server.address, server.keys) as client:
+        control = await client.weights(60)
+        await control.load(model_dir, version=0, timeout_s=60)

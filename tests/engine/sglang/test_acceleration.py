@@ -19,12 +19,13 @@ pytest.importorskip("sglang")
 
 from bapo_megatron.engine.base import BucketLayout, SamplingSettings, Scores  # noqa: E402
 from bapo_megatron.engine.sglang.server import SglangServer  # noqa: E402
+from tests.engine.helpers import make_model_dir  # noqa: E402
 from tests.engine.sglang.servers import (  # noqa: E402
     KEYS,
+    connected,
     running,
     sample,
     server_config,
-    with_client,
 )
 
 RESPONSES, TOKENS = 64, 128
@@ -41,14 +42,7 @@ SIZES = {
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 with heads of a real size."""
-    from examples.tiny.model import build_tokenizer
-    from tests.policy.tiny_models import make_model
-
-    directory, tokenizer = tmp_path_factory.mktemp("model"), build_tokenizer(256)
-    sizes = {**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    make_model("qwen3", directory, **sizes, eos_token_id=tokenizer.eos_token_id)
-    tokenizer.save_pretrained(directory)
-    return directory
+    return make_model_dir(tmp_path_factory.mktemp("model"), "qwen3", **SIZES)
 
 
 def z_values(tokens_R: np.ndarray, scores: Scores) -> np.ndarray:
@@ -104,25 +98,26 @@ def test_tokens_are_sampled_from_the_log_probs_that_come_with_them(
     server = {**limits, **settings, "speculative": speculative}
     config = server_config(model_dir, tmp_path, dtype="bfloat16", server=server)
 
-    async def use(client: SglangClient) -> None:
-        await client.check()
-        sampling = SamplingSettings(temperature=1.0, max_new_tokens=TOKENS, seed=0)
-        vocabulary = json.loads((model_dir / "config.json").read_text())["vocab_size"]
-        length = None
-        for _ in range(2):  # with the weights of its start, and after a weight sync
-            requests = [sample(client, PROMPT, sampling) for _ in range(RESPONSES)]
-            completions = await asyncio.gather(*requests)
-            length = (await client.report_load(60)).acceptance_length
-            z_N, differences = [], []
-            for completion in completions:
-                ids = [*PROMPT, *completion.token_ids.tolist()]
-                scores = await client.score(ids, 60, start=len(PROMPT), top_k=vocabulary)
-                z_N.append(z_values(completion.token_ids, scores))
-                differences.append(np.abs(scores.logprobs - completion.logprobs).mean())
-            assert np.mean(differences) < 0.05
-            assert np.abs(np.sum(z_N, axis=0) / np.sqrt(RESPONSES)).max() < 4
-            await sync(client, model_dir)
-        assert (length is not None and length > 1) == bool(speculative)
+    async def use(address: str) -> None:
+        async with connected(address, KEYS) as client:
+            await client.check()
+            sampling = SamplingSettings(temperature=1.0, max_new_tokens=TOKENS, seed=0)
+            vocabulary = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+            length = None
+            for _ in range(2):  # with the weights of its start, and after a weight sync
+                requests = [sample(client, PROMPT, sampling) for _ in range(RESPONSES)]
+                completions = await asyncio.gather(*requests)
+                length = (await client.report_load(60)).acceptance_length
+                z_N, differences = [], []
+                for completion in completions:
+                    ids = [*PROMPT, *completion.token_ids.tolist()]
+                    scores = await client.score(ids, 60, start=len(PROMPT), top_k=vocabulary)
+                    z_N.append(z_values(completion.token_ids, scores))
+                    differences.append(np.abs(scores.logprobs - completion.logprobs).mean())
+                assert np.mean(differences) < 0.05
+                assert np.abs(np.sum(z_N, axis=0) / np.sqrt(RESPONSES)).max() < 4
+                await sync(client, model_dir)
+            assert (length is not None and length > 1) == bool(speculative)
 
     with running(SglangServer(config, "cuda", KEYS)) as started:
-        with_client(started.address, use, KEYS)
+        asyncio.run(use(started.address))

@@ -19,7 +19,7 @@ from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
-from tests.engine.sglang.servers import connected, sample, with_client
+from tests.engine.sglang.servers import connected, sample
 from tests.fakes.fake_server import FakeServer
 from tests.fakes.fake_sglang import FakeSglang
 from tests.fakes.fake_weight_server import MEMORY, FakeWeightServer
@@ -91,7 +91,7 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used_again(
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
-def test_https_servers_are_checked_against_the_authorities_of_the_system(
+async def test_https_servers_are_checked_against_the_authorities_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate = tmp_path / "server.pem"
@@ -105,11 +105,13 @@ def test_https_servers_are_checked_against_the_authorities_of_the_system(
         capture_output=True,
     )
     with FakeSglang(certificate=certificate) as fake:
-        with pytest.raises(BrokenConnectionError, match="certificate verify failed"):
-            with_client(fake.address, lambda client: client.version())
+        async with connected(fake.address) as client:
+            with pytest.raises(BrokenConnectionError, match="certificate verify failed"):
+                await client.version()
         # What OpenSSL, and with it every program of the system, takes for its authorities.
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "public.pem"))
-        assert with_client(fake.address, lambda client: client.version()) == "0"
+        async with connected(fake.address) as client:
+            assert await client.version() == "0"
 
 
 async def test_silence_counts_from_the_last_token_of_any_request_and_not_while_paused() -> None:
@@ -128,14 +130,6 @@ async def test_silence_counts_from_the_last_token_of_any_request_and_not_while_p
             with pytest.raises(ServerGoneError, match="the test ends"):
                 await task
         assert client.silence_s == 0.0
-
-
-@pytest.mark.parametrize("value", [None, float("nan"), float("-inf")])
-async def test_an_unusable_logprob_names_request_and_position(value: float | None) -> None:
-    rows = [[-1.0, 104, None], [value, 105, None], [-1.0, 106, None]]
-    async with client_of(FakeSglang(changes={"output_token_logprobs": rows})) as client:
-        with pytest.raises(ServerError, match=r"sample 1 of group 5\): .* 2 \(id 105\)"):
-            await _generate(client)
 
 
 async def test_a_refused_key_names_the_variable_to_set() -> None:
@@ -249,17 +243,11 @@ ROUTES = {"returns_routes": True}
         ({}, {"enable_return_routed_experts": True}, ""),
     ],
 )
-def test_a_server_that_was_started_otherwise_than_the_run_needs_is_refused(
+async def test_a_server_that_was_started_otherwise_than_the_run_needs_is_refused(
     needs: dict[str, Any], info: dict[str, object], message: str
 ) -> None:
-    async def check(address: str) -> None:
-        client = SglangClient(address, ApiKeys(), request_timeout_s=9.0, **needs)
-        try:
-            await client.check()
-        finally:
-            await client.close()
-
     with FakeSglang(info=(SPECULATES if needs is NGRAM else {}) | info) as fake:
         refused = pytest.raises(RolloutError, match=f"^{fake.address}: .*{message}")
-        with refused if message else contextlib.nullcontext():
-            asyncio.run(check(fake.address))
+        async with connected(fake.address, **needs) as client:
+            with refused if message else contextlib.nullcontext():
+                await client.check()

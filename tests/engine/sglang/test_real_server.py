@@ -8,14 +8,12 @@ import psutil
 import pytest
 
 from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
-from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.protocol import score_body
 from bapo_megatron.engine.sglang.server import SglangServer
-from bapo_megatron.errors import RolloutError
 from bapo_megatron.types import FinishReason
 from tests.engine.contract import Case, Response, sglang_case
 from tests.engine.helpers import ask, descendants
-from tests.engine.sglang.servers import KEYS, sample, with_client
+from tests.engine.sglang.servers import KEYS, connected, sample
 from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
 
 pytestmark = pytest.mark.sglang
@@ -33,69 +31,45 @@ def processes_of(server: SglangServer) -> list[psutil.Process]:
     return processes
 
 
-def test_the_server_says_what_it_can_do_and_which_model_it_was_started_with(
-    server: SglangServer, model_dir: Path, tmp_path: Path
-) -> None:
-    other = {"architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(other))
-
-    async def check(model: Path) -> Capabilities:
-        client = SglangClient(server.address, server.keys, request_timeout_s=60, model=model)
-        try:
-            await client.check()
-            return await client.capabilities()
-        finally:
-            await client.close()
-
-    assert asyncio.run(check(model_dir)) == Capabilities(
-        num_ranks=1,
-        methods=frozenset({"broadcast", "disk", "tensor"}),
-        cache_tokens=8192,
-        max_requests=4096,
-        nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
-    )
-    with pytest.raises(RolloutError, match=rf"Llama.*, got .*Qwen2ForCausalLM.*'{tmp_path}'"):
-        asyncio.run(check(tmp_path))
+async def test_the_server_says_what_it_can_do(server: SglangServer) -> None:
+    async with connected(server.address, server.keys) as client:
+        assert await client.capabilities() == Capabilities(
+            num_ranks=1,
+            methods=frozenset({"broadcast", "disk", "tensor"}),
+            cache_tokens=8192,
+            max_requests=4096,
+            nccl_settings={"NCCL_CUMEM_ENABLE": "0"},
+        )
 
 
-def test_only_what_comes_before_the_scored_tokens_is_read_from_the_cache(
+async def test_only_what_comes_before_the_scored_tokens_is_read_from_the_cache(
     server: SglangServer,
 ) -> None:
-    tokens = [9, *range(100, 140)]  # no other test begins with a 9
-
-    async def cached_tokens(client: SglangClient) -> list[int]:
-        counts = []
+    tokens, counts = [9, *range(100, 140)], []  # no other test begins with a 9
+    async with connected(server.address, server.keys) as client:
         for start in (20, 20, 1):
             content, _ = await client.call("/generate", score_body(tokens, start, 2))
             counts.append(json.loads(content)["meta_info"]["cached_tokens"])
-        return counts
-
-    assert with_client(server.address, cached_tokens, server.keys) == [0, 19, 0]
+    assert counts == [0, 19, 0]
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])
-def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
+async def test_a_request_that_nobody_waits_for_any_more_ends_on_the_server(
     server: SglangServer, is_given_up: bool
 ) -> None:
-
-    async def leave(client: SglangClient) -> bool:
-        response = Response(client)
-        was_running = await response.is_on_its_way()
-        if is_given_up:
-            client.give_up("the test ends")
-        else:
-            response.task.cancel()
-        await asyncio.gather(response.task, return_exceptions=True)
-        return was_running
-
-    async def wait_until_idle(client: SglangClient) -> None:
+    async with connected(server.address, server.keys) as client:
+        was_running = False
+        while not was_running:  # it may have ended before
+            response = Response(client)
+            was_running = await response.is_on_its_way()
+            if is_given_up:
+                client.give_up("the test ends")
+            else:
+                response.task.cancel()
+            await asyncio.gather(response.task, return_exceptions=True)
         async with asyncio.timeout(60):
             while (load := await client.report_load(60)).running + load.waiting:
                 await asyncio.sleep(0.1)
-
-    while not with_client(server.address, leave, server.keys):
-        pass  # it had ended before
-    with_client(server.address, wait_until_idle, server.keys)
 
 
 def test_no_process_of_a_server_listens_beyond_the_loopback(server: SglangServer) -> None:
@@ -108,13 +82,17 @@ def test_no_process_of_a_server_listens_beyond_the_loopback(server: SglangServer
     assert addresses == {"127.0.0.1"}
 
 
-def test_calls_need_their_key_and_no_key_is_told_listed_or_logged(server: SglangServer) -> None:
-    async def read(client: SglangClient) -> tuple[str, str]:
+async def test_calls_need_their_key_and_no_key_is_told_listed_or_logged(
+    server: SglangServer,
+) -> None:
+    async with connected(server.address, server.keys) as client:
         open_to_all, _ = await client.call("/model_info")
         info, _ = await client.call("/server_info")
-        return open_to_all.decode(), json.loads(info)["launch_command"]
-
-    texts = [*with_client(server.address, read, server.keys), server.log_path.read_text()]
+    texts = [
+        open_to_all.decode(),
+        json.loads(info)["launch_command"],
+        server.log_path.read_text(),
+    ]
     assert "admin_api_key" in texts[-1]
     for path in ("/generate", "/abort_request", "/update_weights_from_disk"):
         assert ask(server.address + path, b"{}")[0] == 401
@@ -134,18 +112,16 @@ def test_calls_need_their_key_and_no_key_is_told_listed_or_logged(server: Sglang
         assert not any(key in text for text in texts)
 
 
-def test_a_server_generates_again_after_it_released_its_memory(server: SglangServer) -> None:
+async def test_a_server_generates_again_after_it_released_its_memory(server: SglangServer) -> None:
     """Without CUDA it keeps its memory; calls, their order and its state are the same."""
-
-    async def use(client: SglangClient) -> None:
-        sampling = asyncio.create_task(
-            sample(client, [5, 6, 7], SamplingSettings(1.0, 200, seed=0))
-        )
+    long, short = (SamplingSettings(1.0, length, seed=0) for length in (200, 1))
+    async with connected(server.address, server.keys) as client:
+        sampling = asyncio.create_task(sample(client, [5, 6, 7], long))
         await asyncio.sleep(0.2)  # it need not have come yet; if it has, it is aborted
         await client.release_memory(120.0)
         # Its owner goes on asking, and must not take it for stuck.
         assert await server.ask(5.0) is Readiness.READY
-        held_back = asyncio.create_task(sample(client, [5, 6, 7], SamplingSettings(1.0, 1, seed=0)))
+        held_back = asyncio.create_task(sample(client, [5, 6, 7], short))
         await client.take_memory(MemoryPart.WEIGHTS, 120.0)
         await asyncio.sleep(1)
         assert not held_back.done()
@@ -155,6 +131,4 @@ def test_a_server_generates_again_after_it_released_its_memory(server: SglangSer
         assert len(completion.token_ids) == 1
         await sampling
         assert await server.ask(5.0) is Readiness.READY
-
-    with_client(server.address, use, server.keys)
     assert server.exit_reason() is None

@@ -1,6 +1,5 @@
 """Starting, watching and ending a server's processes."""
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -246,9 +245,9 @@ def test_acceleration_is_turned_on_and_survives_a_start_without_weights(
 ) -> None:
     config = server_config(tmp_path, tmp_path, server=server)
     arguments = SglangServer(config, "cuda", KEYS, awaits_weights=True).arguments()
-    beginnings = ("--speculative", "--load-format", "--quantization")
+    beginnings = ("--speculative", "--load-format", "--quantization", "--weight-version")
     given = {argument for argument in arguments if argument.startswith(beginnings)}
-    assert given == set(expected.format(model=tmp_path).split())
+    assert given == {"--weight-version=none", *expected.format(model=tmp_path).split()}
 
 
 def test_servers_return_experts_where_the_trainer_replays_them(tmp_path: Path) -> None:
@@ -345,13 +344,3 @@ def test_own_servers_share_random_keys_and_are_connected_to_where_they_listen(
     addresses = ["http://127.0.0.1:30000", "http://127.0.0.1:30001"]
     assert [server.address for server in first.servers] == addresses
     assert first.addresses() == addresses
-
-
-def test_servers_of_others_are_connected_to_and_not_started(make_config: MakeConfig) -> None:
-    backend = load_kind("sglang").open(
-        make_config(servers=("http://node:30000/",)), "cpu", awaits_weights=True
-    )
-    assert backend.servers == ()
-    (address,) = backend.addresses()
-    engine = asyncio.run(backend.connect(address))
-    assert engine.address == "http://node:30000"
