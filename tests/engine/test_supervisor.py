@@ -105,7 +105,7 @@ async def test_a_server_that_is_killed_before_it_was_ever_ready_leaves_no_shared
     assert not shared_file(pids[0]).exists()
 
 
-async def test_a_server_that_is_killed_is_started_again_at_its_address_with_its_keys(
+async def test_a_server_that_is_killed_is_started_again_at_once_at_its_address_with_its_keys(
     fate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines: list[str] = []
@@ -131,6 +131,10 @@ async def test_a_server_that_is_killed_is_started_again_at_its_address_with_its_
             assert server.log_path.name == f"sglang_{number}.log"
             assert f"--random-seed={seed}" in server.arguments()
             assert server.log_path.read_text().endswith("fate: serve; an api key: True\n")
+        await asyncio.sleep(1.1)  # longer than max_restart_wait_s
+        process_of(supervisor, 1).kill()
+        await ready_after_starts(supervisor, 3, index=1)
+        assert ["restarting (" in line for line in warnings(caplog)] == [True, True]
     assert lines
     assert all(re.fullmatch(r"starting servers: [01] of 2 ready, \d+ s", line) for line in lines)
 
@@ -190,6 +194,7 @@ async def test_a_server_that_does_not_get_ready_in_time_is_an_error(fate: Path) 
                 await supervisor.wait_ready(lambda line: None)
 
 
+@pytest.mark.slow
 async def test_servers_beyond_a_quorum_may_die_before_they_were_ever_ready(
     fate: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,49 +213,16 @@ async def test_servers_beyond_a_quorum_may_die_before_they_were_ever_ready(
         fate.write_text("exit")  # those that were ready are started again like any others
         for index in range(3):
             process_of(supervisor, index).kill()
-        await until(lambda: all(server.num_starts >= 3 for server in supervisor.servers[1:]))
+        await until(lambda: all(server.num_starts >= 4 for server in supervisor.servers[1:]))
         assert not any(task.done() for task in supervisor._tasks)
-
-
-@pytest.mark.slow
-async def test_a_server_that_keeps_dying_is_started_again_after_pauses(
-    fate: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with supervised(fate) as supervisor:
-        await supervisor.wait_ready(lambda line: None)
-        fate.write_text("exit")
-        process_of(supervisor).kill()
-        await until(lambda: len(warnings(caplog)) >= 3)
-        (server,) = supervisor.servers
-        first, *log = supervisor.describe_failures().splitlines()
-        assert first.startswith(f"the SGLang server at {server.address} died (exit status 3); ")
-        assert log[-1] == "    fate: exit; an api key: True"
-        pauses = [line.partition("restarting")[2].partition(" (")[0] for line in warnings(caplog)]
+        lines = [line for line in warnings(caplog) if supervisor.servers[1].address in line]
+        pauses = [line.partition("restarting")[2].partition(" (")[0] for line in lines]
         assert pauses[:3] == ["", " in 1 s", " in 1 s"]  # max_restart_wait_s
-        fate.write_text("serve")
-        async with asyncio.timeout(PATIENCE_S):
-            await supervisor.wait_ready(lambda line: None)
-        assert supervisor.describe_failures() == ""
 
 
 def test_pauses_double_up_to_the_longest() -> None:
     assert [restart_wait_s(n, max_s=10) for n in range(1, 8)] == [0, 1, 2, 4, 8, 10, 10]
     assert restart_wait_s(10_000, max_s=60) == 60
-
-
-@pytest.mark.slow
-async def test_after_a_while_without_failure_a_server_is_started_again_at_once(
-    fate: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with supervised(fate) as supervisor:
-        await supervisor.wait_ready(lambda line: None)
-        process_of(supervisor).kill()
-        await ready_after_starts(supervisor, 2)
-        await asyncio.sleep(1.1)  # longer than max_restart_wait_s
-        process_of(supervisor).kill()
-        await ready_after_starts(supervisor, 3)
-        assert len(warnings(caplog)) == 2
-        assert all("restarting (" in line for line in warnings(caplog))
 
 
 @pytest.mark.slow

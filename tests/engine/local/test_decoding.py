@@ -11,7 +11,7 @@ from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.engine.local.engine import load_model
 from bapo_megatron.types import FinishReason
-from tests.engine.helpers import make_model_dir, reference_logprobs
+from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import (
     EOS,
     assert_reference,
@@ -182,15 +182,6 @@ async def test_tokens_of_config_generation_config_and_tokenizer_end_a_response(
     assert stops <= lasts
 
 
-async def test_greedy_requests_take_the_likeliest_token(model_dir: Path) -> None:
-    asked = request(PROMPT, SamplingSettings(0.0, 20, seed=0))
-    [completion] = await sampled(model_dir, [asked])
-    expected = reference_logprobs(model_dir, PROMPT, completion.token_ids.tolist())
-    np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
-    again = await sampled(model_dir, [*ragged_requests(9), asked])
-    assert again[-1].token_ids.tolist() == completion.token_ids.tolist()
-
-
 async def test_first_come_is_first_served(model_dir: Path) -> None:
     async with opened(model_dir, max_rows=8) as engine:
         streams = await start(
@@ -202,15 +193,10 @@ async def test_first_come_is_first_served(model_dir: Path) -> None:
         assert lengths == [1] * 8 + [0] * 12
 
 
-async def test_steps_are_counted(model_dir: Path) -> None:
+async def test_steps_are_counted_and_memory_is_given_back(model_dir: Path) -> None:
     async with opened(model_dir) as engine:
         streams = await start(engine, request(PROMPT, SamplingSettings(1.0, 20, seed=21)))
         counts = [await engine.decode(8) for _ in range(4)]
         assert streams[0].task.done()
         assert counts == [8, 8, 4, 0]
-
-
-async def test_memory_is_given_back(model_dir: Path) -> None:
-    async with opened(model_dir) as engine:
-        await complete(engine, *ragged_requests(20))
         assert engine._decoder._rows is None

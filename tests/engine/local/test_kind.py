@@ -12,27 +12,15 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.load import ConfigError
-from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def _config(model_dir: Path, tmp_path: Path, rollout: dict[str, Any]) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "name": "test",
-            "run_dir": tmp_path,
-            "model": {"path": model_dir},
-            "rollout": {"engine": "local", **rollout},
-        }
-    )
+from tests.engine.sglang.servers import server_config
+from tests.launch import REPOSITORY
 
 
 def test_what_it_can_do_is_accepted(model_dir: Path, tmp_path: Path) -> None:
     for rollout in ({}, {"weight_sync": {"in_flight": "retract", "method": "disk"}}):
-        load_kind("local").check(_config(model_dir, tmp_path, rollout))
+        load_kind("local").check(server_config(model_dir, tmp_path, engine="local", **rollout))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +41,7 @@ def test_what_it_cannot_do_is_refused(
     model_dir: Path, tmp_path: Path, rollout: dict[str, Any], key: str, value: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout\.{key}: must be .*, got {value}"):
-        load_kind("local").check(_config(model_dir, tmp_path, rollout))
+        load_kind("local").check(server_config(model_dir, tmp_path, engine="local", **rollout))
 
 
 @pytest.mark.parametrize(
@@ -73,12 +61,12 @@ def test_models_with_another_cache_are_refused(
     fields = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**fields, **change}))
     with pytest.raises(ConfigError, match=r"^model\.path: .*use_sliding_window.*full_attention"):
-        load_kind("local").check(_config(other, tmp_path, {}))
+        load_kind("local").check(server_config(other, tmp_path, engine="local"))
 
 
 def test_it_serves_nobody(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^rollout\.engine: must have servers"):
-        load_kind("local").serve(_config(model_dir, tmp_path, {}), print)
+        load_kind("local").serve(server_config(model_dir, tmp_path, engine="local"), print)
 
 
 def test_a_model_that_lacks_a_weight_is_not_made_up(model_dir: Path, tmp_path: Path) -> None:
@@ -87,7 +75,8 @@ def test_a_model_that_lacks_a_weight_is_not_made_up(model_dir: Path, tmp_path: P
     tensors = load_file(other / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    backend = load_kind("local").open(_config(other, tmp_path, {}), "cpu", awaits_weights=False)
+    config = server_config(other, tmp_path, engine="local")
+    backend = load_kind("local").open(config, "cpu", awaits_weights=False)
     with pytest.raises(RolloutError, match=r"^model\.path: .* lacks model\.norm\.weight"):
         asyncio.run(backend.connect("local"))
 
