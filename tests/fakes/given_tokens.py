@@ -72,11 +72,7 @@ def make_stage(groups: ProcessGroups, algorithm: dict[str, Any]) -> LossStage:
 
 
 def make_micro_batch(**values_T: Tensor) -> MicroBatch:
-    """A micro-batch of one response; what is not given is harmless.
-
-    Args:
-        values_T: Fields of ``MicroBatch``, [T] each; at least ``behaviour_logprob_T``.
-    """
+    """A micro-batch of one response; fields other than ``behaviour_logprob_T`` have defaults."""
     behaviour_T = values_T["behaviour_logprob_T"]
     num_tokens, device = len(behaviour_T), behaviour_T.device
 

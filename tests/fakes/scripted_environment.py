@@ -14,12 +14,7 @@ class ScriptedEnvironment:
     def __init__(
         self, answer: Callable[[Any, Turn], Step], begin: Callable[[Task], Any] = lambda task: None
     ) -> None:
-        """Make one that answers at once.
-
-        Args:
-            answer: Its ``step``; may raise.
-            begin: Its ``start``, likewise.
-        """
+        """``answer`` is its ``step`` and ``begin`` its ``start``; both may raise."""
         self.waits = False
         """Calls wait until their future in ``waiting`` is set."""
         self.waiting: list[asyncio.Future[None]] = []

@@ -57,13 +57,9 @@ class SteppedPool(FakePool):
     def __init__(
         self, version: int = 0, *, max_rows: int = 5, is_slow: bool = False, delay_seed: int = 0
     ) -> None:
-        """Make an engine without requests.
+        """``max_rows`` responses share a decode step, whose time ``delay_seed`` decides.
 
-        Args:
-            version: Version of its weights.
-            max_rows: Responses in a decode step.
-            is_slow: Requests need further turns of the event loop to come in, and to be gone.
-            delay_seed: Seed of the time that a decode step takes.
+        With ``is_slow`` requests need further turns of the event loop to come in, and to be gone.
         """
         super().__init__(version)
         self.stepper = self

@@ -15,8 +15,6 @@ class WaveServer:
     def __init__(self) -> None:
         self.wave = 1
         self.num_connections = 0
-        self.breaks = False
-        """Whether connections are closed instead."""
         self._waiting = 0
         self._answers = asyncio.Event()
 
@@ -26,8 +24,6 @@ class WaveServer:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
                 await reader.readexactly(int(length))
-                if self.breaks:
-                    break
                 answers = self._answers
                 self._waiting += 1
                 if self._waiting == self.wave:
