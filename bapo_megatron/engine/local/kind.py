@@ -46,7 +46,7 @@ class LocalKind:
             if (value := operator.attrgetter(key)(config.rollout)) not in allowed:
                 raise ConfigError(
                     f"rollout.{key}: must be {' or '.join(map(str, allowed))} with rollout.engine="
-                    f"local, got {value}: {reason}; leave it out, or use another rollout.engine"
+                    f"local, got {str(value)[:80]}: {reason}; leave it out, or use another engine"
                 )
         hf_config = check_model_dir(config.model.path)
         names = ("model_type", "use_sliding_window", "layer_types")
