@@ -26,12 +26,6 @@ def at_once(response):
     return float(response)
 
 
-def late(response):
-    if _forks(response):
-        time.sleep(0.02)
-    return float(response)
-
-
 def by_an_error(response):
     if _forks(response):
         time.sleep(0.001)
@@ -48,12 +42,6 @@ def in_c(response):
 async def in_a_coroutine(response):
     await asyncio.sleep(0)
     _forks(response)
-    return float(response)
-
-
-def exits(response):
-    if _forks(response):
-        sys.exit(0)
     return float(response)
 
 

@@ -1,8 +1,6 @@
 """Responses with the tests of their problem, and what each must score."""
 
 import json
-import math
-from decimal import Decimal
 
 FENCE = "```"
 
@@ -38,13 +36,6 @@ LESS = "def add(a, b):\n    return a - b"
 ADDED = calls("add", ([3, 4], 7), ([10, -2], 8))
 IN_DOCSTRING = f'def add(a, b):\n    """Add.\n\n    {FENCE}\n    add(1, 2)\n    {FENCE}\n    """\n'
 GUARD = "\nif __name__ == '__main__':\n    "
-MERGE = (
-    "out = []\n"
-    "        for a, b in sorted(intervals):\n"
-    "            if out and a <= out[-1][1]: out[-1][1] = max(out[-1][1], b)\n"
-    "            else: out.append([a, b])\n"
-    "        return out"
-)
 ADDS = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 UNITTEST = (
     "import unittest\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.three = 3\n"
@@ -82,20 +73,10 @@ FORMS = {
 
 EXTRACTION = {
     "text after": (fenced(SUM) + "Input:\n" + fenced("3 4", "text") + fenced("7", "text"), SUMS),
-    "shell": (
-        fenced(SUM) + "Run:\n" + fenced("python a.py", "bash") + "or\n" + fenced("a", "bash"),
-        SUMS,
-    ),
-    "json and sh": (fenced(SUM) + "Test:\n" + fenced("{}", "json") + fenced("time a", "sh"), SUMS),
     "C++ before": (
         "In C++:\n" + fenced("int main(){}", "cpp") + "In Python:\n" + fenced(SUM),
         SUMS,
     ),
-    "C++ and Java": (
-        fenced(SUM) + fenced("int a;", "cpp") + "and\n" + fenced("A", "java") + "O(1).",
-        SUMS,
-    ),
-    "console": (fenced(SUM) + "So:\n" + fenced("$ python a.py\n7", "console") + "Done.", SUMS),
     "output without language": (fenced(SUM) + "It prints\n" + fenced("7", "") + "Done.", SUMS),
     "without language": ("Input\n" + fenced("3 4", "") + fenced(SUM, "") + fenced("7", ""), SUMS),
     "several in Python": (
@@ -132,16 +113,10 @@ NAMES = {
         fenced("a, b = map(int, input().split())\nprint(pow(a, b, 1000))"),
         prints(("3 4\n", "81")),
     ),
-    "inverse": (
-        fenced("a, m = map(int, input().split())\nprint(pow(a, -1, m))"),
-        prints(("3 11\n", "4")),
-    ),
     "pow in a function": (
         fenced("def f(n, m):\n    return pow(2, n, m)"),
         calls("f", ([10, 1000], 24)),
     ),
-    "an integer power": (fenced("n = int(input())\nprint(pow(2, n) + 1)"), prints(("3\n", "9"))),
-    "a printed power": (fenced("n = int(input())\nprint(f'{pow(10, n)}')"), prints(("2\n", "100"))),
     "pow in asserts": (
         fenced("def f(n):\n    return pow(2, n, 7)"),
         '["assert f(3) == pow(2, 3, 7)"]',
@@ -154,29 +129,14 @@ NAMES = {
             import_prefix=WITH_MATH,
         ),
     ),
-    "count": (
-        method("count", "xs, x", "return sum(1 for y in xs if y == x)"),
-        calls("count", ([[1, 2, 1], 1], 2)),
-    ),
-    "insort": (
-        method("insort", "xs, x", "return sorted(xs + [x])"),
-        calls("insort", ([[1, 3], 2], [1, 2, 3])),
-    ),
-    "reduce": (method("reduce", "xs", "return sum(xs)"), calls("reduce", ([[1, 2]], 3))),
-    "compress": (
-        method("compress", "chars", "return len(set(chars))"),
-        calls("compress", ([["a", "a", "b"]], 2)),
-    ),
-    "repeat": (method("repeat", "s, n", "return s * n"), calls("repeat", (["ab", 2], "abab"))),
-    "merge": (method("merge", "intervals", MERGE), calls("merge", ([[[1, 3], [2, 6]]], [[1, 6]]))),
-    "product": (method("product", "xs", "return xs[0] * xs[1]"), calls("product", ([[2, 3]], 6))),
-    "dist": (method("dist", "a, b", "return abs(a - b)"), calls("dist", ([2, 5], 3))),
-    "cycle": (method("cycle", "xs", "return len(xs) > 2"), calls("cycle", ([[2, 3]], False))),
-    "partial": (method("partial", "n", "return n > 3"), calls("partial", ([3], False))),
-    "bisect": (method("bisect", "n", "return n // 2"), calls("bisect", ([6], 3))),
-    "inf": (method("inf", "n", "return n // 2"), calls("inf", ([6], 3))),
-    "e": (method("e", "n", "return n // 2"), calls("e", ([6], 3))),
-    "copy": (method("copy", "n", "return str(n)"), calls("copy", ([6], "6"))),
+    # Names that starter code imports, too.
+    **{
+        name: (method(name, "n", "return n // 2"), calls(name, ([6], 3)))
+        for name in (
+            *("count", "insort", "reduce", "compress", "repeat", "merge", "product", "dist"),
+            *("cycle", "partial", "bisect", "inf", "e", "copy"),
+        )
+    },
     "a name that it imports": (
         fenced(
             "from heapq import *\nfrom itertools import *\n"
@@ -202,14 +162,6 @@ NAMES = {
         module("from math import *\nassert f() == 7 and e < 3"),
     ),
     "future": (fenced("from __future__ import annotations\n" + SUM), prints(("3 4\n", "7\n"))),
-    "future after a docstring": (
-        fenced('"""Solve."""\nfrom __future__ import annotations\nprint(int(input()) + 1)'),
-        prints(("3\n", "4")),
-    ),
-    "division": (
-        fenced("from __future__ import division\nprint(int(input()) // 2)"),
-        prints(("7\n", "3")),
-    ),
     "future after comments": (
         fenced(
             "#!/usr/bin/env python3\n# -*- coding: utf-8 -*-\n\n"
@@ -238,19 +190,11 @@ NUMBERS = {
         f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [2]}}',
     ),
     "read": (fenced("print(int(input()) % 7)"), prints((LONG, "2"))),
-    "factorial": (
-        fenced("import math\nprint(math.factorial(int(input())))"),
-        prints(("2000\n", f"{Decimal(math.factorial(2000))}")),
-    ),
     "in asserts": (
         fenced("def f(n):\n    return 10**n"),
         f'["assert f(5000) == {LONG}", "assert len(str(f(5000))) == 5001"]',
     ),
     "a sum of decimals": (fenced("def f(n):\n    return 0.1 + 0.2"), calls("f", ([3], 0.3))),
-    "a mean": (
-        fenced("def f(xs):\n    return sum(xs) / len(xs)"),
-        calls("f", ([[0.1, 0.2, 0.3]], 0.2)),
-    ),
     "in lists": (
         fenced("def f():\n    return [0.1 + 0.2, {'a': (1, 1.1 + 2.2)}]"),
         calls("f", ([], [0.3, {"a": [1, 3.3]}])),
@@ -265,21 +209,6 @@ NUMBERS = {
 GUARDS = {
     "reads input": (
         fenced(ADD + GUARD + "a, b = map(int, input().split())\n    print(add(a, b))"),
-        ADDED,
-    ),
-    "a method": (
-        fenced(
-            "class Solution:\n    def f(self, n):\n        return n + 1\n"
-            + GUARD
-            + "print(Solution().f(int(input())))"
-        ),
-        calls("f", ([3], 4)),
-    ),
-    "unittest": (
-        fenced(
-            "import unittest\n" + ADD + "\nclass T(unittest.TestCase):\n    def test(self):\n"
-            "        self.assertEqual(add(1, 2), 3)" + GUARD + "unittest.main()"
-        ),
         ADDED,
     ),
     "exits": (fenced(ADD + GUARD + "import sys\n    sys.exit(0)"), '["assert add(3, 4) == 7"]'),
@@ -349,10 +278,8 @@ WRONG = {
     "wrong": [
         (fenced("import sys\nsys.exit(0)"), module(ADDS)),
         (fenced(ADD.replace("return a + b", "exit()")), ADDED),
-        (fenced("import os\nos._exit(0)"), module(UNITTEST)),
         (fenced("def add(a, b):\n    import os\n    os._exit(0)"), module(UNITTEST)),
         (fenced("def add(a, b):\n    import os\n    os._exit(0)"), '["assert add(1, 2) == 3"]'),
-        (fenced("def add(a, b):\n    raise SystemExit"), module(ADDS)),
         (fenced(LESS), ADDED),
         (fenced("def add(a, b):\n    return [a + b]"), ADDED),
         (fenced("def f():\n    return 0.31"), calls("f", ([], 0.3))),
@@ -371,13 +298,13 @@ WRONG = {
         (fenced("print('[' * 100000)"), prints(("", "1"))),
         (fenced(SUM.replace("+", "*")) + fenced("7\n8", ""), SUMS),
         (fenced(SUM) + fenced("print(7)"), SUMS),
+        (fenced(SUM) + fenced("print(7)", ""), SUMS),
         (fenced("print(3)"), LINES),
         (fenced("print(3, 12)"), prints(("", "3\n12"))),
         (fenced("def add(a, b): return a"), CALLS),
         (fenced("print(6 * 8)"), "42"),
         (fenced("print('42.0000001')"), "42"),
         # It ends before the tests, with exit status 0.
-        (fenced("import sys; sys.exit(0)"), CASES),
         (fenced("import os; os._exit(0)"), LIVE),
         (fenced("print('passed'); raise SystemExit"), CHECKED),
     ],
@@ -420,6 +347,8 @@ WRONG = {
         (fenced(">>> 3 + 4\n7", "pycon"), SUMS),
         (f"{FENCE}python\n{SUM}\n", SUMS),
         (f"<think>{fenced(SUM)}</think>It is 7.", SUMS),
+        (f"{FENCE}python\n{FENCE}", SUMS),
+        (fenced(" "), SUMS),
     ],
 }
 """Responses that score 0, by their reason."""
@@ -446,6 +375,8 @@ UNUSABLE = {
     prints(({"a": 1}, "7")): "must be texts",
     '{"inputs": ["1"], "outputs": [null]}': "must be texts",
     '{"inputs": [], "outputs": []}': "it has neither inputs with outputs",
+    '{"inputs": [1], "outputs": []}': "shorter",
+    '{"inputs": 1}': "list",
     module("def check(candidate):\n    assert candidate(1, 2) == "): "invalid syntax",
     module("def check(candidate):\n    return candidate(1, 2) == 3"): "it has no assert",
     module(ADDS, "add("): "was never closed",

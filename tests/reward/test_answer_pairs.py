@@ -34,15 +34,14 @@ def test_the_set_is_large_and_varied():
 
 
 @pytest.mark.slow
-def test_every_pair_is_graded_right_or_is_a_known_limit_and_needs_no_limit_of_the_workers():
-    async def grade():
-        async with RewardPool(workers=1, timeout_s=20) as pool:
-            asked = [pool.score(pair["response"], pair["answer"]) for pair in PAIRS]
-            return await asyncio.gather(*asked)
+async def test_every_pair_is_graded_right_or_is_a_known_limit_and_needs_no_limit_of_the_workers():
+    async with RewardPool(workers=1, timeout_s=20) as pool:
+        asked = [pool.score(pair["response"], pair["answer"]) for pair in PAIRS]
+        scores = await asyncio.gather(*asked)
 
     wrong = [
         (pair["category"], pair["answer"], pair["response"], score.reason)
-        for pair, score in zip(PAIRS, asyncio.run(grade()), strict=True)
+        for pair, score in zip(PAIRS, scores, strict=True)
         if score.reward != float(pair["equal"] and "known_limit" not in pair) or score.timed_out
     ]
 

@@ -20,6 +20,13 @@ LENGTH = (f"{OWN}:length",)
 """For workers that grade no mathematics: those start sooner."""
 SPIN = (f"{OWN}:spin",)
 """It computes for ever, but for an empty response."""
+MODULES = {
+    "broken_module": "1 / 0",
+    "exits_at_import": "import sys; sys.exit(0)",
+    "ends_at_import": "import os; os._exit(0)",
+    "waits_at_import": "import time; time.sleep(1e6)",
+}
+"""Modules of users that cannot be imported."""
 
 
 def children() -> set[int]:
@@ -43,34 +50,26 @@ def wait_until(condition, limit_s=10.0):
         time.sleep(0.02)
 
 
-def test_answers_are_graded_concurrently_and_closing_leaves_no_process():
-    async def grade():
-        async with RewardPool(workers=2, timeout_s=10, functions=LENGTH) as pool:
-            asked = [pool.score("x" * i) for i in range(50)]
-            scores = await asyncio.gather(*asked)
-            assert len(children()) == 2
-        return scores
-
-    scores = asyncio.run(grade())
+async def test_answers_are_graded_concurrently_and_closing_leaves_no_process():
+    async with RewardPool(workers=2, timeout_s=10, functions=LENGTH) as pool:
+        scores = await asyncio.gather(*(pool.score("x" * i) for i in range(50)))
+        assert len(children()) == 2
 
     assert [score.reward for score in scores] == list(range(50))
     assert children() == set()
 
 
-def test_a_reply_that_came_while_the_loop_stood_still_counts():
-    async def grade():
-        async with RewardPool(workers=1, timeout_s=1.0, functions=LENGTH) as pool:
-            await pool.score("abc")
-            before = children()
-            asked = [asyncio.create_task(pool.score("abc"))]
-            for _ in range(5):
-                await asyncio.sleep(0)
-            time.sleep(1.5)
-            return (await asyncio.gather(*asked))[0], before == children()
+async def test_a_reply_that_came_while_the_loop_stood_still_counts():
+    async with RewardPool(workers=1, timeout_s=1.0, functions=LENGTH) as pool:
+        await pool.score("abc")
+        before = children()
+        asked = asyncio.create_task(pool.score("abc"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        time.sleep(1.5)
 
-    score, is_same_worker = asyncio.run(grade())
-
-    assert (score.reward, score.timed_out, is_same_worker) == (3.0, False, True)
+        assert await asked == Score(reward=3.0)
+        assert children() == before
 
 
 @pytest.mark.parametrize(("starved_s", "is_scored"), [(0.0, False), (60.0, True)])
@@ -97,58 +96,49 @@ def test_two_processes_on_one_processor_starve():
     assert workers_module._starved_s(spinning[0].pid) == 0.0  # it is gone
 
 
-def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
-    async def grade():
-        async with RewardPool(workers=2, timeout_s=30, functions=SPIN) as pool:
-            hanging = asyncio.create_task(pool.score("x"))
-            scores = [await pool.score("") for _ in range(5)]
-            assert not hanging.done()
-            hanging.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await hanging
-            return scores
+async def test_an_answer_is_not_delayed_by_one_that_hangs_elsewhere():
+    async with RewardPool(workers=2, timeout_s=30, functions=SPIN) as pool:
+        hanging = asyncio.create_task(pool.score("x"))
+        assert [(await pool.score("")).reward for _ in range(5)] == [1.0] * 5
+        assert not hanging.done()
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
 
-    assert [score.reward for score in asyncio.run(grade())] == [1.0] * 5
     assert children() == set()
 
 
 @pytest.mark.parametrize("num_ticks", range(4))
-def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_ticks):
-    async def grade():
-        reply = asyncio.get_running_loop().create_future()
-        asked = asyncio.Event()
+async def test_a_cancellation_that_comes_with_the_score_is_not_lost(monkeypatch, num_ticks):
+    reply = asyncio.get_running_loop().create_future()
+    asked = asyncio.Event()
 
-        async def ask(worker, request):
-            asked.set()
-            return await reply
+    async def ask(worker, request):
+        asked.set()
+        return await reply
 
-        monkeypatch.setattr(workers_module, "_ask", ask)
-        async with RewardPool(workers=1, timeout_s=60, functions=LENGTH) as pool:
-            grading = asyncio.create_task(pool.score("", ""))
-            await asked.wait()
-            reply.set_result({"result": [{"reward": 1.0, "answer_found": True}]})
-            for _ in range(num_ticks):
-                await asyncio.sleep(0)
-            is_accepted = grading.cancel()
-            await asyncio.wait([grading])
-            assert grading.cancelled() == is_accepted
-
-    asyncio.run(grade())
+    monkeypatch.setattr(workers_module, "_ask", ask)
+    async with RewardPool(workers=1, timeout_s=60, functions=LENGTH) as pool:
+        grading = asyncio.create_task(pool.score("", ""))
+        await asked.wait()
+        reply.set_result({"result": [{"reward": 1.0, "answer_found": True}]})
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        is_accepted = grading.cancel()
+        await asyncio.wait([grading])
+        assert grading.cancelled() == is_accepted
 
 
-def test_an_answer_whose_worker_is_killed_from_outside_is_graded_by_another(tmp_path):
+async def test_an_answer_whose_worker_is_killed_from_outside_is_graded_by_another(tmp_path):
     tries = tmp_path / "tries"
     tries.touch()
+    async with RewardPool(1, 10, functions=(f"{OWN}:count_tries",)) as pool:
+        grading = asyncio.create_task(pool.score(str(tries), ""))
+        while not tries.read_text():
+            await asyncio.sleep(0.01)
+        os.kill(children().pop(), signal.SIGKILL)
 
-    async def grade():
-        async with RewardPool(1, 10, functions=(f"{OWN}:count_tries",)) as pool:
-            grading = asyncio.create_task(pool.score(str(tries), ""))
-            while not tries.read_text():
-                await asyncio.sleep(0.01)
-            os.kill(children().pop(), signal.SIGKILL)
-            return await grading
-
-    assert asyncio.run(grade()) == Score(reward=7.0)
+        assert await grading == Score(reward=7.0)
     assert len(set(tries.read_text().split())) == 2
 
 
@@ -164,41 +154,38 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
     [
         ("no_such_module_here:grade", "cannot import no_such_module_here: ModuleNotFoundError"),
         (f"{OWN}:missing", f"module {OWN} has no 'missing'"),
-        ("tests.reward.broken_module:grade", r"ZeroDivisionError: .* \(/.*/broken_module\.py:3\)"),
-        ("tests.reward.exits_at_import:grade", r"SystemExit: 0 \(/.*/exits_at_import\.py:5\)"),
-        ("tests.reward.ends_at_import:grade", r"ended before it was ready \(exit status 0\)"),
-        ("tests.reward.waits_at_import:grade", "was not ready within 2 s"),
+        ("broken_module:grade", r"ZeroDivisionError: .* \(/.*/broken_module\.py:1\)"),
+        ("exits_at_import:grade", r"SystemExit: 0 \(/.*/exits_at_import\.py:1\)"),
+        ("ends_at_import:grade", r"ended before it was ready \(exit status 0\)"),
+        ("waits_at_import:grade", "was not ready within 2 s"),
         ("torch:is_tensor", r"raise reward\.memory_limit_mb"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(
-    monkeypatch, function, message
+async def test_a_function_that_cannot_be_used_is_one_line_before_any_answer(
+    monkeypatch, tmp_path, function, message
 ):
+    for module, source in MODULES.items():
+        (tmp_path / f"{module}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     if "waits" in function:
         monkeypatch.setattr(workers_module, "_START_TIMEOUT_S", 2.0)
-
-    async def start():
-        limit_mb = 300 if "torch" in function else 2048
-        async with RewardPool(1, 10, (function,), limit_mb) as pool:
-            await pool.start()
+    pool = RewardPool(1, 10, (function,), memory_limit_mb=300 if "torch" in function else 2048)
 
     with pytest.raises(RewardError, match=rf"^reward function '{function}'.*{message}") as raised:
-        asyncio.run(start())
+        await pool.start()
     assert children() == set()
     assert "\n" not in str(raised.value)
 
 
-def test_memory_that_earlier_answers_took_costs_none_its_reward():
-    async def grade():
-        functions = (f"{OWN}:keep_memory",)
-        async with RewardPool(1, 10, functions, memory_limit_mb=1000) as pool:
-            scores = [await pool.score("", "")]
-            first = children()
-            scores += [await pool.score("", "") for _ in range(19)]
-            assert children() != first
-        return scores
+async def test_memory_that_earlier_answers_took_costs_none_its_reward():
+    functions = (f"{OWN}:keep_memory",)
+    async with RewardPool(1, 10, functions, memory_limit_mb=1000) as pool:
+        scores = [await pool.score("", "")]
+        first = children()
+        scores += [await pool.score("", "") for _ in range(19)]
+        assert children() != first
 
-    assert asyncio.run(grade()) == [Score(1.0)] * 20
+    assert scores == [Score(1.0)] * 20
 
 
 @pytest.mark.parametrize(
@@ -212,21 +199,18 @@ def test_the_processes_that_a_function_started_end_with_their_worker(tmp_path, f
     wait_until(lambda: is_gone(pid))
 
 
-def test_a_worker_that_ends_by_itself_takes_what_its_function_started_with_it(tmp_path):
-    async def grade():
-        functions = (f"{OWN}:fork", f"{OWN}:length")
-        async with RewardPool(workers=1, timeout_s=1.5, functions=functions) as pool:
-            with pytest.raises(FunctionFailedError, match="it ended two processes"):
-                await pool.score(str(tmp_path / "crashed"), "crash")
-            assert await pool.score(str(tmp_path / "idle")) == Score(reward=1.0)
-            os.kill(children().pop(), signal.SIGKILL)
-            await asyncio.sleep(0.2)
-            assert (await pool.score("abc", function=f"{OWN}:length")).reward == 3.0
-            for name in ("crashed", "idle"):
-                pid = int((tmp_path / name).read_text())
-                wait_until(lambda pid=pid: is_gone(pid))
-
-    asyncio.run(grade())
+async def test_a_worker_that_ends_by_itself_takes_what_its_function_started_with_it(tmp_path):
+    functions = (f"{OWN}:fork", f"{OWN}:length")
+    async with RewardPool(workers=1, timeout_s=1.5, functions=functions) as pool:
+        with pytest.raises(FunctionFailedError, match="it ended two processes"):
+            await pool.score(str(tmp_path / "crashed"), "crash")
+        assert await pool.score(str(tmp_path / "idle")) == Score(reward=1.0)
+        os.kill(children().pop(), signal.SIGKILL)
+        await asyncio.sleep(0.2)
+        assert (await pool.score("abc", function=f"{OWN}:length")).reward == 3.0
+        for name in ("crashed", "idle"):
+            pid = int((tmp_path / name).read_text())
+            wait_until(lambda pid=pid: is_gone(pid))
 
 
 def test_what_a_function_prints_reads_or_replaces_does_not_disturb_the_messages(capfd):
@@ -242,35 +226,27 @@ def test_what_a_function_prints_reads_or_replaces_does_not_disturb_the_messages(
     assert (score.reward, score.extracted) == (1.0, "π")
 
 
-def test_a_pattern_that_never_ends_or_is_none_leaves_the_pool_at_work():
-    async def search():
-        async with RewardPool(workers=1, timeout_s=1, functions=LENGTH) as pool:
-            bait = await pool.matches(r"^(a+)+$", "a" * 40 + "!")
-            with pytest.raises(
-                RewardError, match=r"^reward\.format\.pattern failed: .* missing \)"
-            ):
-                await pool.matches("(", "a")
-            return bait, await pool.matches(r"\d+", "a1"), await pool.matches(r"\d", "a")
-
-    assert asyncio.run(search()) == (None, True, False)
+async def test_a_pattern_that_never_ends_or_is_none_leaves_the_pool_at_work():
+    async with RewardPool(workers=1, timeout_s=1, functions=LENGTH) as pool:
+        assert await pool.matches(r"^(a+)+$", "a" * 40 + "!") is None
+        with pytest.raises(RewardError, match=r"^reward\.format\.pattern failed: .* missing \)"):
+            await pool.matches("(", "a")
+        assert await pool.matches(r"\d+", "a1") is True
+        assert await pool.matches(r"\d", "a") is False
 
 
-def test_a_closed_pool_refuses_answers_and_ends_those_in_progress():
-    async def grade():
-        pool = RewardPool(workers=2, timeout_s=60, functions=SPIN)
-        await pool.score("")
-        # One finds its worker running, the other is still waiting for its own to start.
-        tasks = [asyncio.create_task(pool.score("x")) for _ in range(2)]
-        while len(children()) < 2:
-            await asyncio.sleep(0.01)
-        await pool.close()
-        await pool.close()
-        for task in (*tasks, asyncio.create_task(pool.score("", ""))):
-            with pytest.raises(RewardError, match="the pool of workers is closed"):
-                await task
-
-    asyncio.run(grade())
-
+async def test_a_closed_pool_refuses_answers_and_ends_those_in_progress():
+    pool = RewardPool(workers=2, timeout_s=60, functions=SPIN)
+    await pool.score("")
+    # One finds its worker running, the other is still waiting for its own to start.
+    tasks = [asyncio.create_task(pool.score("x")) for _ in range(2)]
+    while len(children()) < 2:
+        await asyncio.sleep(0.01)
+    await pool.close()
+    await pool.close()
+    for task in (*tasks, asyncio.create_task(pool.score("", ""))):
+        with pytest.raises(RewardError, match="the pool of workers is closed"):
+            await task
     assert children() == set()
 
 

@@ -1,18 +1,13 @@
 """Programs against tests of every form; the graders run in worker processes."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
-from bapo_megatron.reward.base import FunctionFailedError, Response, RewardError, RowError, Score
+from bapo_megatron.reward.base import Response, RewardError, RowError, Score
 from bapo_megatron.reward.rows import check_row
 from tests.reward.program_rows import (
     ADD,
@@ -27,7 +22,6 @@ from tests.reward.program_rows import (
 )
 from tests.reward.scoring import score
 from tests.sandbox.host import require_bubblewrap
-from tests.sandbox.test_bubblewrap import children
 
 require_bubblewrap()
 
@@ -71,7 +65,8 @@ def test_a_module_of_tests_is_run_whole() -> None:
 def test_responses_that_are_wrong_or_cheat_score_0(reason: str) -> None:
     sandbox = {"timeout_s": 2 if reason in ("timeout", "output") else 20}
     rows = WRONG[reason]
-    assert outcomes(*rows, sandbox=sandbox) == [(0.0, reason)] * len(rows)
+    ended = [(s.reward, s.reason, s.answer_found) for s in graded(*rows, sandbox=sandbox)]
+    assert ended == [(0.0, reason, reason != "no_program")] * len(rows)
 
 
 def test_rows_whose_reference_holds_no_tests_are_refused_and_others_are_not() -> None:
@@ -100,59 +95,12 @@ def test_references_that_math_can_never_compare_are_refused() -> None:
         check_row(RewardConfig(), answer, {})
 
 
-def test_the_last_block_after_thinking_counts() -> None:
-    texts = {
-        "```python\nprint(1)\n```\n```py\nprint(2)\n```": (1.0, "passed", True),
-        "```python\nprint(2)\n```\n```\nprint(1)\n```": (0.0, "wrong", True),
-        "<think>```python\nprint(2)\n```</think> two": (0.0, "no_program", False),
-        "print(2)": (0.0, "no_program", False),
-        "```python\n```": (0.0, "no_program", False),
-        "```python\n \n```": (0.0, "no_program", False),
-    }
-    alone = graded(*((text, "2") for text in texts))
-    assert [(s.reward, s.reason, s.answer_found) for s in alone] == list(texts.values())
-
-
 def test_a_share_of_the_tests_can_be_the_reward() -> None:
     assert outcomes(HALF, max_tests=1) == [(1.0, "passed")]
     [scored] = graded(HALF, score="share")
     assert (scored.reward, scored.reason) == (0.5, "wrong")
     assert scored.metrics == {"code/passed_share": 0.5}
     assert scored.extracted == "print(3)\n"
-
-
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [({}, "must hold tests"), ({"inputs": [1], "outputs": []}, "shorter"), ({"inputs": 1}, "list")],
-)
-def test_a_reference_without_tests_is_an_error(tests: object, message: str) -> None:
-    with pytest.raises(FunctionFailedError, match=message):
-        graded((fenced("print(1)"), json.dumps(tests)))
-
-
-def kill_monitors(times: int) -> None:
-    """Kill bubblewrap below this process's workers, while long programs run in it."""
-
-    def monitors() -> set[int]:
-        grandchildren = (child for worker in children() for child in children(worker))
-        return {c for c in grandchildren if Path(f"/proc/{c}/comm").read_text() == "bwrap\n"}
-
-    killed = set[int]()
-    while len(killed) < times:
-        running = monitors() - killed
-        time.sleep(5)  # the program that a worker tries at its start has ended by then
-        for monitor in running & monitors():
-            os.kill(monitor, signal.SIGKILL)
-            killed.add(monitor)
-
-
-def test_a_lost_sandbox_is_no_wrong_answer() -> None:
-    killer = threading.Thread(target=kill_monitors, args=(2,))
-    section = {**SECTION, "program": {"sandbox": {"timeout_s": 40}}}
-    killer.start()
-    with pytest.raises(FunctionFailedError, match="a sandbox was killed while a program ran"):
-        score(section, Response(fenced("import time\ntime.sleep(30)"), "1"))
-    killer.join()
 
 
 def test_the_configuration_is_checked() -> None:

@@ -72,17 +72,6 @@ def test_a_group_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> No
         assert psutil.Process(child_pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_process_that_would_end_by_it_is_not_asked_for_its_stacks() -> None:
-    # tests/rollout/test_collector_rewards.py asks those that write them.
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        assert process.pid not in request_stacks()
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_process_whose_standard_error_is_a_socket_writes_its_stacks_there() -> None:
     program = (
         "import time; from bapo_megatron.runtime import processes; "
@@ -103,7 +92,8 @@ def test_a_process_whose_standard_error_is_a_socket_writes_its_stacks_there() ->
         process.kill()
 
 
-def test_a_process_whose_name_is_cut_in_the_middle_of_a_character_is_in_nobody_s_way() -> None:
+def test_a_process_that_would_end_by_it_is_not_asked_for_its_stacks_whatever_its_name() -> None:
+    # Its name is cut in the middle of a character.
     rename = "open('/proc/self/comm', 'wb').write(b'caf\\xc3'); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -111,6 +101,7 @@ def test_a_process_whose_name_is_cut_in_the_middle_of_a_character_is_in_nobody_s
         assert process.stdout is not None
         process.stdout.readline()
         assert process.pid not in request_stacks()
+        assert process.poll() is None
         process.kill()
 
 

@@ -89,35 +89,21 @@ ctypes.set_errno(0)
 result = libc.syscall({number}, *{arguments})
 code = ctypes.get_errno()
 if result >= 0 or code not in (errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT): print('BREACH', code)
-libc.shmctl(result, 0, 0) if {number} in (29, 194) else libc.mq_unlink(b'/breach')
 """
-_NEWUSER, _NEWNS, _SIGCHLD = 0x10000000, 0x00020000, 17
+_NEWUSER, _SIGCHLD = 0x10000000, 17
 _IS_X86 = platform.machine() == "x86_64"
 # Bad arguments where right ones would change the machine: the kernel that looks at them answers
 # EFAULT or EINVAL.
 _CALLS = {
     "bpf": (321, 280, (0, 0, 0)),
     "ptrace": (101, 117, (0, 0, 0, 0)),
-    "keyctl": (250, 219, (0, -3, 1)),
     "unshare user": (272, 97, (_NEWUSER,)),
-    "clone3": (435, 435, (0, 0)),
     "mount": (165, 40, (0, 0, 0, 0, 0)),
-    "io_uring_setup": (425, 425, (0, 0)),
     "memfd_create": (319, 279, (b"breach", 0)),
-    "shmget": (29, 194, (0, 4096, 0o1600)),
-    "mq_open": (240, 180, (b"breach", 0o102, 0o600, 0)),
-    "userfaultfd": (323, 282, (1,)),
-    "process_vm_readv": (310, 270, (1, 0, 0, 0, 0, 0)),
-    "pidfd_getfd": (438, 438, (-1, 0, 0)),
-    "open_tree": (428, 428, (-100, b"/", 0)),
-    "fsopen": (430, 430, (b"tmpfs", 0)),
-    "name_to_handle_at": (303, 264, (-100, b"/", 0, 0, 0)),
     "socket netlink": (41, 198, (16, 3, 0)),
     "socket inet": (41, 198, (2, 1, 0)),
-    "socket packet": (41, 198, (17, 3, 0)),
-    "socket alg": (41, 198, (38, 5, 0)),
-    "socket vsock": (41, 198, (40, 1, 0)),
 }
+"""Some of the calls that ``test_seccomp`` knows, by their numbers on both machines."""
 SYSTEM_CALLS = {
     name: _CALL.replace("{number}", str(x86 if _IS_X86 else arm)).replace(
         "{arguments}", repr(arguments)
@@ -131,7 +117,6 @@ pid = libc.syscall({56 if _IS_X86 else 220}, {_NEWUSER | _SIGCHLD}, 0, 0, 0, 0)
 if pid == 0: os._exit(0)
 if pid > 0: print('BREACH')
 """
-SYSTEM_CALLS["x32"] = _CALL.replace("{number}", str(0x40000000 + 39)).replace("{arguments}", "()")
 
 PROBES = READING | WRITING | REACHING | SYSTEM_CALLS
 
