@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bapo_megatron.config.rollout import EpisodesConfig, RolloutConfig
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.environment.load import SingleTurn, WorkerEnvironment, load_environment
 from bapo_megatron.errors import RolloutError
@@ -25,7 +25,7 @@ def run(name, use, *, workers=1, step_timeout_s=20.0):
     """What ``use`` returns for an environment, which is opened before it and closed after it."""
 
     async def main():
-        limits = EpisodesConfig(workers=workers, step_timeout_s=step_timeout_s, memory_limit_mb=512)
+        limits = {"workers": workers, "step_timeout_s": step_timeout_s, "memory_limit_mb": 512}
         environment = load_environment(RolloutConfig(environment=f"{OWN}:{name}", episodes=limits))
         assert isinstance(environment, WorkerEnvironment)
         try:

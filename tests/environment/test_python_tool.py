@@ -127,10 +127,6 @@ async def test_without_a_sandbox_the_start_fails_by_one_line(
 
 def test_a_cell_ends_before_its_step() -> None:
     with pytest.raises(ValueError, match="step_timeout_s must be above python_tool"):
-        RolloutConfig.model_validate(
-            {
-                "environment": "python_tool",
-                "tool_format": "hermes",
-                "episodes": {"step_timeout_s": 5},
-            }
+        RolloutConfig(
+            environment="python_tool", tool_format="hermes", episodes={"step_timeout_s": 5}
         )

@@ -18,10 +18,10 @@ def begin(episode: Episode, max_tokens: int = 1 << 30) -> Call:
     return call
 
 
-def give(episode: Episode, *parts: Completion, max_tokens: int = 1 << 30) -> None:
+def give(episode: Episode, *parts: Completion) -> None:
     """Add parts to the only call; a part that ends its turn ends the episode."""
     calls = episode.record.calls
-    call = calls[-1] if calls else begin(episode, max_tokens)
+    call = calls[-1] if calls else begin(episode)
     for part in parts:
         call.append(part)
     if call.is_finished and not episode.is_finished:

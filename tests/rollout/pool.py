@@ -86,14 +86,13 @@ class Response:
         prompt: list[int] | None = None,
         *,
         affinity: int | None = None,
-        **options: Any,
     ) -> None:
         self.prompt = prompt or PROMPT
         self.parts: list[Completion] = []
         self._whole = GenerateRequest(
             input_ids=self.prompt,
             label="sample 1",
-            **{"sampling": SamplingSettings(T, max_tokens, seed=0), **options},
+            sampling=SamplingSettings(T, max_tokens, seed=0),
         )
         affinity = next(AFFINITIES) if affinity is None else affinity
         self.task = asyncio.create_task(pool.generate(self._plan, self.parts.append, affinity))

@@ -9,12 +9,9 @@ import pytest
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.batching import LoopLag
-from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.scheduling import same_answer_share
-from bapo_megatron.types import Prompt, RolloutBatch
+from bapo_megatron.types import RolloutBatch
 from tests.fakes.fake_pool import deliver
 from tests.rollout.batching_setup import TOTAL_STEPS, Rewards, Setup, ids, make_batches, settle
-from tests.rollout.calls import end
 from tests.rollout.saved_files import file_of, read_file, without_clock
 
 
@@ -277,19 +274,3 @@ async def test_weights_that_no_server_holds_any_more_end_the_run() -> None:
     message = r"^rollout\.fixed_lag: .* 1 unfinished ones of version 0 with version 1"
     with pytest.raises(RolloutError, match=message):
         await setup.batches.collect(2, deliver)
-
-
-@pytest.mark.parametrize(
-    ("solved", "share"),
-    [([], 0.0), (["proof"], 0.0), (["proof"] * 4 + ["5"], 0.75), (["1", "2", "3"], 0.0)],
-)
-def test_the_share_of_solved_prompts_with_one_answer_counts_each_prompt_once(solved, share):
-    def group(answer, *rewards):
-        group = PendingGroup.start(0, Prompt("p:0", (1,), answer, ""), len(rewards))
-        for episode, reward in zip(group.episodes, rewards, strict=True):
-            end(episode, [7]).reward = reward
-        return group
-
-    groups = [group(answer, 0.0, 1.0, 1.0) for answer in solved] + [group("9", 0.0)] * 3
-
-    assert same_answer_share(groups) == share

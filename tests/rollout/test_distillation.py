@@ -28,13 +28,7 @@ from tests.rollout.saved_files import read_file, without_clock
 class Setup(BatchSetup):
     """A batch collector with a teacher whose answers can be held back."""
 
-    def __init__(
-        self,
-        *,
-        has_teacher: bool = True,
-        top_k: int = 2,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, has_teacher: bool = True, top_k: int = 2, **options: Any) -> None:
         self.engine, self.teacher = FakeTeacher(), make_teacher(top_k=top_k)
         teacher = self.teacher if has_teacher else None
         rewards: Any = CountingRewards()

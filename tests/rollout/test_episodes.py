@@ -217,9 +217,9 @@ async def test_what_there_is_room_for_is_written_and_the_limit_ends_the_next_tur
     assert len(setup.environment.turns) == 1  # a turn that is truncated is not answered
 
 
-def _failing(kind: str, message: str = "it is broken; correct it") -> Callable[[Any, Turn], Step]:
+def _failing(kind: str) -> Callable[[Any, Turn], Step]:
     def answer(state: Any, turn: Turn) -> Step:
-        raise EnvironmentFailedError(message, kind)
+        raise EnvironmentFailedError("it is broken; correct it", kind)
 
     return answer
 

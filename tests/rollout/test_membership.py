@@ -53,7 +53,6 @@ class Run:
         return [pooled.address for pooled in self.pool.states.engines]
 
     def num_samples(self, num_tokens: int) -> int:
-        """How many samples in the buffer have so many tokens."""
         return sum(
             episode.num_tokens == num_tokens
             for group in self.batches.scheduler.buffer

@@ -10,8 +10,8 @@ from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.data.completion import Completion
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import PendingGroup
-from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection
-from bapo_megatron.types import FinishReason, RolloutStats, VersionSpan
+from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection, same_answer_share
+from bapo_megatron.types import FinishReason, Prompt, RolloutStats, VersionSpan
 from tests.data.prompt_sets import make_stream
 from tests.rollout.batching_setup import PROMPTS
 from tests.rollout.calls import give
@@ -161,3 +161,18 @@ def test_a_fixed_lag_has_one_version_per_response() -> None:
     rules.buffer.take(rules.groups[1:])
     with pytest.raises(RolloutError, match="groups of step 2 must have been sampled 1 steps"):
         rules.begin(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("solved", "share"),
+    [([], 0.0), (["proof"], 0.0), (["proof"] * 4 + ["5"], 0.75), (["1", "2", "3"], 0.0)],
+)
+def test_the_share_of_solved_prompts_with_one_answer_counts_each_prompt_once(
+    solved: list[str], share: float
+) -> None:
+    def group(answer: str, *rewards: float) -> PendingGroup:
+        prompt = Prompt("p:0", (1,), answer, "")
+        return score(sample(PendingGroup.start(0, prompt, len(rewards))), *rewards)
+
+    groups = [group(answer, 0.0, 1.0, 1.0) for answer in solved] + [group("9", 0.0)] * 3
+    assert same_answer_share(groups) == share
