@@ -4,7 +4,7 @@ import pytest
 
 from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.prompts import load_set, log_warnings
+from bapo_megatron.data.prompts import load_set
 
 
 @pytest.fixture(scope="session")
@@ -14,12 +14,10 @@ def tokenizer(tokenizer_dir):
 
 @pytest.fixture
 def load(tokenizer):
-    """Loads a set with the given settings; prompts keep their questions."""
+    """Loads a file by rules of the ``data`` section."""
 
-    def load_file(path, max_prompt_tokens=4096, **settings):
-        data = DataConfig(max_prompt_tokens=max_prompt_tokens)
-        loaded = load_set(DatasetConfig(path=path, **settings), ChatRenderer(tokenizer, data), data)
-        log_warnings([loaded])
-        return list(loaded.prompts)
+    def load_file(path, max_prompt_tokens=4096, **rules):
+        data = DataConfig(max_prompt_tokens=max_prompt_tokens, **rules)
+        return load_set(DatasetConfig(path=path), ChatRenderer(tokenizer, data), data)
 
     return load_file

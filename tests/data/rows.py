@@ -16,39 +16,11 @@ SKYWORK = {
 }
 """Skywork-OR1-RL-Data: the accepted answers are a JSON list inside a text."""
 
-DAPO = {
-    "data_source": "math_dapo",
-    "prompt": [
-        {
-            "content": "Solve the following math problem step by step. The last line of your "
-            "response should be of the form Answer: $Answer (without quotes) where $Answer is the "
-            "answer to the problem.\n\nWhat is $1+1$?\n\nRemember to put your answer on its own "
-            'line after "Answer:".',
-            "role": "user",
-        }
-    ],
-    "ability": "MATH",
-    "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
-}
-"""DAPO-Math-17k, which has each prompt about a hundred times under different indices."""
-
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 1+1?"},
-    ],
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "2"},
-    "extra_info": {"split": "train", "index": 0, "answer": "1+1=2\n#### 2", "question": "1+1?"},
-}
-
 DAPO_PROCESSED = {
     "prompt": "What is $1+1$?",
     "solution": "2",
     "data_source": "math_dapo",
-    "source_prompt": DAPO["prompt"],
+    "source_prompt": [{"content": "Solve: What is $1+1$?", "role": "user"}],
     "ability": "MATH",
     "reward_model": {"ground_truth": "2", "style": "rule-lighteval/MATH_v2"},
     "extra_info": {"index": "9a9b6eb4"},

@@ -13,34 +13,8 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from examples.tiny.model import build_tokenizer
 from tests.conftest import CHAT_TEMPLATE
 from tests.data.rows import rendered
+from tests.data.test_tools import HERMES
 
-TOOL_RESPONSE = (
-    "{{- '<|im_start|>user' }}"
-    "{%- endif %}"
-    "{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- endif %}"
-    "{%- endif %}"
-    "{%- endfor %}"
-)
-"""What both end a message of a tool with."""
-QWEN25 = (
-    "{%- if messages[0]['role'] == 'system' %}"
-    "{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
-    "{%- else %}"
-    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
-    "{%- endif %}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'user' or message.role == 'assistant'"
-    " or (message.role == 'system' and not loop.first) %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
-    "{%- elif message.role == 'tool' %}"
-    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
-    + TOOL_RESPONSE
-    + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""The structure of Qwen2.5's."""
 QWEN3 = (
     "{%- if messages[0].role == 'system' %}"
     "{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
@@ -65,17 +39,17 @@ QWEN3 = (
     "{{- '<|im_start|>assistant\\n' + content }}"
     "{%- endif %}"
     "{{- '<|im_end|>\\n' }}"
-    "{%- elif message.role == 'tool' %}"
-    "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}"
-    + TOOL_RESPONSE
-    + "{%- if add_generation_prompt %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}"
-    "{{- '<think>\\n\\n</think>\\n\\n' }}"
     "{%- endif %}"
-    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""The structure of Qwen3's: thinking is left out before the last question."""
+"""The structure of Qwen3's without tools: thinking is left out before the last question."""
+QWEN25 = (
+    "{%- if messages[0].role != 'system' %}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}"
+    "{%- endif %}" + QWEN3
+)
+"""With Qwen2.5's system prompt."""
 GLM = (
     "[gMASK]<sop>{% for message in messages %}{% if message.role == 'tool' %}"
     "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif %}"
@@ -142,16 +116,9 @@ def test_an_argument_that_the_template_does_not_know_is_refused(with_template, n
         with_template(THINKING, **{name: True})
 
 
-@pytest.mark.parametrize(
-    ("template", "problem"),
-    [
-        ("{% for m in messages %}\n{{ m.content }\n{% endfor %}", "line 2"),
-        ("\n{% endfor %}", "line 2"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_refused_with_its_line(with_template, template, problem):
-    with pytest.raises(ValueError, match=rf"^data\.chat_template: .*{problem}") as caught:
-        with_template(template)
+def test_a_template_that_cannot_be_used_is_refused_with_its_line(with_template):
+    with pytest.raises(ValueError, match=r"^data\.chat_template: .* got line 2: ") as caught:
+        with_template("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     assert "\n" not in str(caught.value)
 
 
@@ -243,9 +210,8 @@ def test_prompt_turn_and_continuation_are_the_whole_conversation(with_template, 
     assert played == whole
 
 
-@pytest.mark.parametrize("template", [QWEN25, QWEN3])
-def test_answers_of_tools_are_rendered_as_the_template_wants_them(with_template, template):
-    renderer = with_template(template)
+def test_answers_of_tools_are_rendered_as_the_template_wants_them(with_template):
+    renderer = with_template(HERMES)
 
     assert renderer.decode(renderer.continuation(TOOL)) == (
         "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n{'a': 3}\n"
@@ -279,15 +245,6 @@ def test_the_policy_s_thinking_stays_where_a_template_would_leave_it_out(with_te
     )
 
 
-def test_arguments_of_the_template_hold_for_every_turn(with_template):
-    renderer = with_template(QWEN3, enable_thinking=False)
-
-    assert renderer.decode(renderer.continuation([WRONG])) == (
-        "\n<|im_start|>user\nNo.\n\nTry again: größer?<|im_end|>\n<|im_start|>assistant\n"
-        "<think>\n\n</think>\n\n"
-    )
-
-
 def test_the_tiny_tokenizer_continues_without_anything_between_messages():
     renderer = ChatRenderer(build_tokenizer(), DataConfig())
 
@@ -298,18 +255,9 @@ def test_the_tiny_tokenizer_continues_without_anything_between_messages():
     assert played == whole
 
 
-def test_messages_that_a_template_refuses_or_leaves_out_are_an_error(with_template):
-    strict = (
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
-        "{% endif %}{% endfor %}" + CHAT_TEMPLATE
-    )
-    renderer = with_template(strict)
-
-    with pytest.raises(ValueError, match=r"refused .*\(no tools\)$"):
-        renderer.continuation(TOOL)
-    assert renderer.continuation([WRONG])
+def test_messages_that_a_template_leaves_out_are_an_error(with_template):
     renderer = with_template(QWEN25)
-    for messages in ([{"role": "environment", "content": "2"}], [*TOOL, {**WRONG, "role": "x"}]):
+    for messages in ([{"role": "environment", "content": "2"}], [WRONG, {**WRONG, "role": "x"}]):
         with pytest.raises(ValueError, match=rf"leaves out \(role {messages[-1]['role']}\)"):
             renderer.continuation(messages)
     renderer = with_template("{{ messages[-1].content }}")
@@ -323,13 +271,12 @@ def test_earlier_calls_that_a_template_leaves_out_are_an_error(with_template):
     called = {"role": "assistant", "content": "", "tool_calls": calls}
 
     with pytest.raises(ValueError, match=r"leaves out \(role assistant\)"):
-        renderer.text([QUESTION, called, *TOOL])
-    assert "</tool_response>" in renderer.text([QUESTION, {**called, "tool_calls": []}, *TOOL])
+        renderer.text([QUESTION, called, WRONG])
+    assert "Try again" in renderer.text([QUESTION, {**called, "tool_calls": []}, WRONG])
 
 
-@pytest.mark.parametrize("template", [QWEN25, QWEN3])
-def test_a_developer_is_the_system_where_the_template_knows_no_developer(with_template, template):
-    renderer = with_template(template)
+def test_a_developer_is_the_system_where_the_template_knows_no_developer(with_template):
+    renderer = with_template(QWEN3)
     developer = {**SYSTEM, "role": "developer"}
 
     assert renderer.text([developer, QUESTION]) == (
@@ -337,8 +284,7 @@ def test_a_developer_is_the_system_where_the_template_knows_no_developer(with_te
         "<|im_start|>assistant\n"
     )
     assert renderer.continuation([developer, WRONG]) == renderer.continuation([SYSTEM, WRONG])
-    spoken = template.replace("{%- for", "{#- system, developer and user #}{%- for", 1)
-    renderer = with_template(spoken)
+    renderer = with_template("{#- system, developer and user #}" + QWEN3)
     with pytest.raises(ValueError, match=r"leaves out \(role developer\)"):
         renderer.text([developer, QUESTION])
 

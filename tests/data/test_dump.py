@@ -1,9 +1,7 @@
 import dataclasses
-import errno
 import hashlib
 import json
 import math
-import os
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +31,6 @@ from bapo_megatron.types import (
 )
 from tests.data.samples import add_branch, make_batch, make_episode, with_columns
 
-ARRAYS = ("response_token_ids", "behaviour_logprobs")
 KEY = b"bapo_megatron.rollout"
 
 
@@ -41,38 +38,13 @@ def decode(content: bytes) -> RolloutBatch:
     return decode_batch(EncodedBatch("rollout batch", bytearray(content)))
 
 
-def assert_equal_arrays(mine, other):
-    assert mine.dtype == other.dtype
-    assert mine.tobytes() == other.tobytes()
-
-
-def assert_equal_batches(batch, reference):
-    assert (batch.step, batch.version, batch.stats) == (
-        reference.step,
-        reference.version,
-        reference.stats,
-    )
-    assert [group.group_id for group in batch.groups] == [g.group_id for g in reference.groups]
-    for mine, other in zip(batch.sequences, reference.sequences, strict=True):
-        assert (mine.prompt.prompt_id, mine.prompt.source) == (
-            other.prompt.prompt_id,
-            other.prompt.source,
-        )
-        assert_equal_arrays(mine.prompt.token_ids, other.prompt.token_ids)
-        for field in dataclasses.fields(other):
-            mine_value, other_value = getattr(mine, field.name), getattr(other, field.name)
-            if field.name in ARRAYS:
-                assert_equal_arrays(mine_value, other_value)
-            elif field.name == "columns":
-                assert mine_value.keys() == other_value.keys()
-                for name, values in other_value.items():
-                    assert mine_value[name].shape == values.shape
-                    assert_equal_arrays(mine_value[name], values)
-            elif field.name == "branches":
-                assert len(mine_value) == len(other_value)
-            elif field.name != "prompt":
-                assert mine_value == other_value
-                assert type(mine_value) is type(other_value)
+def dtypes(batch: RolloutBatch) -> list[list[np.dtype]]:
+    """The type of each array of each sequence."""
+    return [
+        [array.dtype for array in (s.prompt.token_ids, s.response_token_ids, s.behaviour_logprobs)]
+        + [values.dtype for values in s.columns.values()]
+        for s in batch.sequences
+    ]
 
 
 def make_episodes() -> RolloutBatch:
@@ -172,7 +144,8 @@ def test_a_batch_comes_back_bit_for_bit(tmp_path, batch):
     write_batch(path, batch)
     read = read_batch(path)
 
-    assert_equal_batches(read, batch)
+    np.testing.assert_equal(dataclasses.asdict(read), dataclasses.asdict(batch))
+    assert dtypes(read) == dtypes(batch)
     assert path.read_bytes() == encode_batch(batch) == read_encoded(path).content
     assert encode_batch(read) == encode_batch(batch)
     assert [p.name for p in path.parent.iterdir()] == ["step_5.parquet"]
@@ -185,16 +158,6 @@ def test_dumps_of_single_sequences_keep_their_bytes() -> None:
         "453b292f3d305a9d8cd5eaa9e6cf0539c09290592e32c4180e7add04d610668f",
         "680469f1ae8fe2a18a16662ca58e8d57587a9fa3a2afcef2c2d87c9bd6cd5ae2",
     ]
-
-
-def test_each_sequence_of_an_episode_has_a_row() -> None:
-    rows = pq.read_table(pa.BufferReader(encode_batch(make_branched()))).to_pylist()
-    assert [(row["group_id"], row["index"], row["sequence"]) for row in rows] == [
-        *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0)),
-        *((1, 0, 0), (1, 1, 0), (1, 1, 1)),
-    ]
-    first = rows[0]["response_token_ids"]
-    assert rows[1]["prompt_token_ids"] == [*rows[0]["prompt_token_ids"], *first[:4]]
 
 
 def test_a_sample_without_a_column_of_its_batch_gets_the_default() -> None:
@@ -373,17 +336,6 @@ def test_samples_of_a_group_share_one_prompt():
 
     assert group.samples[0].prompt is group.samples[2].prompt
     assert group.samples[0].prompt.token_ids.tolist() == [2000, 2001, 2002]
-
-
-def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
-    def no_space(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match=r"'.*step_5\.parquet'"):
-        write_batch(tmp_path / "step_5.parquet", make_batch())
-
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -30,31 +30,18 @@ def padded(total_multiple, sequence_multiple=1):
 
 def naive_tokens(samples, indices):
     """One tuple per sampled token, by plain loops over the packed sequence."""
-    tokens, position = [], 0
-    packed = []
+    tokens, packed = [], []
     for i in indices:
         sample = samples[i]
         written = {start + k for start, length in sample.written for k in range(length)}
-        num_sampled = 0
-        for token in sample.prompt.token_ids:
-            packed.append(token)
-            position += 1
-        for j, token in enumerate(sample.response_token_ids):
+        logprobs = iter(sample.behaviour_logprobs.tolist())
+        versions = iter(token_versions(sample.versions).tolist())
+        packed += sample.prompt.token_ids.tolist()
+        for j, token in enumerate(sample.response_token_ids.tolist()):
             if j not in written:
-                tokens.append(
-                    (
-                        position - 1,
-                        int(token),
-                        float(sample.behaviour_logprobs[num_sampled]),
-                        i,
-                        j,
-                        int(token_versions(sample.versions)[num_sampled]),
-                    )
-                )
-                num_sampled += 1
-            packed.append(int(token))
-            position += 1
-        assert num_sampled == len(sample.behaviour_logprobs)
+                tokens.append((len(packed) - 1, token, next(logprobs), i, j, next(versions)))
+            packed.append(token)
+        assert [*logprobs, *versions] == []
     return packed, tokens
 
 

@@ -1,16 +1,11 @@
 """Evaluation prompts are found among training prompts, however they are written down."""
 
-import json
-
-import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.overlap import find_overlaps, normalise
 from bapo_megatron.types import Prompt
 from tests.data.prompt_sets import make_prompt_set
 from tests.data.rows import rendered
-
-SKYWORK_SUFFIX = " Let's think step by step and output the final answer within \\boxed{}."
 
 
 def prompts(name, questions):
@@ -61,35 +56,12 @@ def test_a_small_evaluation_set_is_found_among_instructions(num_eval):
     shared = "Find the number of "
     questions = [f"{shared}primes below the {n}th power of the smallest odd one." for n in (3, 5)]
     others = ["Compute the area of a circle inside a square.", "How far is it from A to B?"]
-    train = [f"Solve this problem with care: {question}" for question in [*questions, *others]]
+    instructions = "Solve this problem with care: {} Put the answer into a box.".format
+    train = [instructions(question) for question in [*questions, *others, questions[0]]]
 
     (overlap,) = overlaps(train, questions[:num_eval])
 
-    assert (overlap.num_eval_prompts, overlap.num_train_prompts) == (num_eval, num_eval)
-
-
-def test_aime_is_found_among_instructions_of_another_data_set(shared_data):
-    aime = [
-        row["prompt"][0]["content"]
-        for row in pq.read_table(shared_data / "aime24.parquet").to_pylist()
-    ]
-    gsm8k = [
-        json.loads(line)["question"]
-        for line in (shared_data / "gsm8k_test.jsonl").read_text().splitlines()[:200]
-    ]
-    assert all(question.endswith(SKYWORK_SUFFIX) for question in aime)
-    leaked = [question.removesuffix(SKYWORK_SUFFIX).replace("$", "") for question in aime[5:9]]
-    dapo = [
-        "Solve the following math problem step by step. The last line of your response should be "
-        f'"Answer: $Answer".\n\n{question}\n\nRemember to put your answer behind "Answer:".'
-        for question in [*gsm8k, *leaked, leaked[0]]
-    ]
-
-    (overlap,) = overlaps(dapo, aime)
-
-    assert (overlap.num_eval_prompts, overlap.num_train_prompts) == (4, 5)
-    assert (overlap.first_eval_id, overlap.first_train_id) == ("e:5", "t:200")
-    assert overlaps(dapo[:200], aime) == []
+    assert (overlap.num_eval_prompts, overlap.num_train_prompts) == (num_eval, num_eval + 1)
 
 
 def test_every_pair_of_sets_with_a_common_prompt_is_reported():

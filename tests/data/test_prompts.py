@@ -16,6 +16,7 @@ from bapo_megatron.data.prompts import (
     DataError,
     load_set,
     load_train_sets,
+    log_warnings,
     shared_prompts,
 )
 from bapo_megatron.types import Prompt
@@ -26,11 +27,6 @@ from tests.data.test_tools import HERMES
 GOOD = {"prompt": "x", "answer": "1"}
 
 
-def load_one(path, tokenizer, max_prompt_tokens=4096, **rules):
-    data = DataConfig(max_prompt_tokens=max_prompt_tokens, **rules)
-    return load_set(DatasetConfig(path=path), ChatRenderer(tokenizer, data), data)
-
-
 def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
     path = write_jsonl(
         tmp_path / "train.jsonl",
@@ -39,7 +35,7 @@ def test_jsonl_rows_become_prompts(tmp_path, load, tokenizer):
         {"prompt": "2+2?", "answer": 4},
     )
 
-    prompts = load(path)
+    prompts = load(path).prompts
 
     assert [p.prompt_id for p in prompts] == ["train.jsonl:0", "train.jsonl:2"]
     assert [p.answer for p in prompts] == ["2", "4"]
@@ -87,12 +83,12 @@ def test_rows_without_tools_of_their_own_show_those_of_the_run(tmp_path, tokeniz
     assert re.findall(r'"name": "(\w+)"', first.text) == ["add", "python"]
 
 
-def test_tools_that_cannot_be_rendered_are_refused(tmp_path, tokenizer, tokenizer_dir):
+def test_tools_that_cannot_be_rendered_are_refused(tmp_path, load, tokenizer_dir):
     path = write_jsonl(tmp_path / "a.jsonl", {**GOOD, "tools": [SCHEMA]})
     with pytest.raises(
         DataError, match=r"a\.jsonl:1: .* has tools .* the chat template shows none"
     ):
-        load_one(path, tokenizer)
+        load(path)
     config = RolloutConfig(tool_format="hermes", tools=(SCHEMA,))
     renderer = renderer_with_tools(tokenizer_dir, tmp_path, config)
     with pytest.raises(DataError, match="has tools of its own, but rollout has others"):
@@ -132,34 +128,35 @@ def test_nulls_that_parquet_fills_in_are_in_neither_calls_nor_tools(tmp_path, to
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_a_system_prompt_beside_a_system_message_is_refused(tmp_path, tokenizer, role):
+def test_a_system_prompt_beside_a_system_message_is_refused(tmp_path, load, role):
     messages = [{"role": role, "content": "A"}, {"role": "user", "content": "B"}]
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": messages, "answer": "1"})
 
-    (prompt,) = load_one(path, tokenizer).prompts
+    (prompt,) = load(path).prompts
     assert prompt.text == "<|im_start|>system\nA<|im_end|>\n" + rendered("B")
     with pytest.raises(DataError, match=r"a\.jsonl:1: column 'prompt' has a system message of its"):
-        load_one(path, tokenizer, system_prompt="C")
+        load(path, system_prompt="C")
 
 
 def test_prompts_that_are_too_long_are_left_out_and_reported_once(tmp_path, load, caplog):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in (1, 2, 3, 4)]
     path = write_jsonl(tmp_path / "a.jsonl", *rows)
     # 18 tokens stand around the question: 4 special ones and the bytes of "user", "assistant" …
-    around = len(load(path)[0].token_ids) - 1
+    around = len(load(path).prompts[0].token_ids) - 1
 
+    loaded = load(path, max_prompt_tokens=around + 2)
     with caplog.at_level(logging.WARNING):
-        prompts = load(path, max_prompt_tokens=around + 2)
+        log_warnings([loaded])
 
-    assert [p.prompt_id for p in prompts] == ["a.jsonl:0", "a.jsonl:1"]
+    assert [p.prompt_id for p in loaded.prompts] == ["a.jsonl:0", "a.jsonl:1"]
     (record,) = caplog.records
     assert f"2 of 4 prompts are longer than {around + 2} tokens" in record.getMessage()
 
 
-def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, tokenizer):
+def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, load, tokenizer):
     rows = [{"prompt": "x" * n, "answer": "1"} for n in (1, 2, 3, 4)]
     path = write_jsonl(tmp_path / "a.jsonl", *rows)
-    longest = load_one(path, tokenizer).report.longest_tokens
+    longest = load(path).report.longest_tokens
     renderer = ChatRenderer(tokenizer, DataConfig())
 
     assert len(load_eval_set(renderer, longest, path=path).prompts) == 4
@@ -168,7 +165,7 @@ def test_an_evaluation_set_leaves_no_prompt_out(tmp_path, tokenizer):
         load_eval_set(renderer, longest - 2, path=path)
 
 
-def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
+def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load):
     path = write_jsonl(tmp_path / "a.jsonl", {"prompt": "x", "answer": "1"})
 
     with pytest.raises(DataError, match="no prompt is left: 1 of 1 prompts are longer than 3"):
@@ -177,7 +174,7 @@ def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
         load(write_jsonl(tmp_path / "empty.jsonl"))
     bad = write_jsonl(tmp_path / "bad.jsonl", "{", "[]")
     with pytest.raises(DataError, match=r"2 rows are bad \(the first: .*bad\.jsonl:1: not valid"):
-        load_one(bad, tokenizer, on_bad_row="skip")
+        load(bad, on_bad_row="skip")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +186,7 @@ def test_a_file_without_any_usable_prompt_is_refused(tmp_path, load, tokenizer):
     ],
 )
 def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
-    tmp_path, load, tokenizer, line, message
+    tmp_path, load, line, message
 ):
     path = write_jsonl(tmp_path / "a.jsonl", GOOD, line, GOOD)
 
@@ -197,29 +194,29 @@ def test_a_bad_row_is_named_with_line_field_and_reason_or_skipped_and_counted(
         load(path)
     assert "\n" not in str(caught.value)
 
-    loaded = load_one(path, tokenizer, on_bad_row="skip")
+    loaded = load(path, on_bad_row="skip")
     assert [p.prompt_id for p in loaded.prompts] == ["a.jsonl:0", "a.jsonl:2"]
     assert (loaded.report.num_rows, loaded.report.num_bad) == (3, 1)
     assert loaded.report.first_bad == str(caught.value)
     assert loaded.report.warnings()[0].startswith(f"{path}: 1 of 3 rows are bad")
 
 
-def test_rows_before_the_first_of_a_known_format_are_bad(tmp_path, tokenizer):
+def test_rows_before_the_first_of_a_known_format_are_bad(tmp_path, load):
     path = write_jsonl(tmp_path / "a.jsonl", {"input": "x"}, GOOD)
 
     with pytest.raises(DataError, match=r"a\.jsonl:1: the columns input are of no known format; "):
-        load_one(path, tokenizer)
-    loaded = load_one(path, tokenizer, on_bad_row="skip")
+        load(path)
+    loaded = load(path, on_bad_row="skip")
     assert (loaded.report.num_bad, loaded.report.row_format) == (1, "columns")
 
 
-def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(tmp_path, tokenizer):
+def test_rows_that_repeat_a_prompt_are_counted_and_contradicting_answers_named(tmp_path, load):
     rows = enumerate(("a1", "b1", "a1", "a2", "a3", "b1"), start=1)
     path = write_jsonl(
         tmp_path / "a.jsonl", *({"id": i, "prompt": q, "answer": a} for i, (q, a) in rows)
     )
 
-    kept, dropped = load_one(path, tokenizer), load_one(path, tokenizer, on_duplicate="drop")
+    kept, dropped = load(path), load(path, on_duplicate="drop")
 
     assert [p.row["id"] for p in kept.prompts] == [1, 2, 3, 4, 5, 6]
     assert len({id(p.token_ids) for p in kept.prompts}) == 2  # each text is tokenised once
@@ -260,9 +257,9 @@ def test_an_evaluation_has_each_distinct_prompt_once(tmp_path, tokenizer):
         ("|<x>| < |y| > 1 and a <| b |> c [I]", ""),
     ],
 )
-def test_prompts_that_are_rendered_already_are_warned_of(tmp_path, tokenizer, question, mark):
+def test_prompts_that_are_rendered_already_are_warned_of(tmp_path, load, question, mark):
     rows = [{"prompt": question, "answer": "1"}, GOOD]
-    report = load_one(write_jsonl(tmp_path / "a.jsonl", *rows), tokenizer).report
+    report = load(write_jsonl(tmp_path / "a.jsonl", *rows)).report
 
     assert report.num_rendered == bool(mark)
     expected = "1 of 2 prompts contain the marks of a chat template, .* the first: a.jsonl:0 has "
@@ -344,13 +341,13 @@ def test_the_list_of_no_answers_is_the_users_and_applies_where_math_scores():
     assert RewardConfig.model_validate(by_url).refused_answers == ()
 
 
-def test_a_constant_answer_that_is_right_for_many_prompts_is_reported(tmp_path, tokenizer):
+def test_a_constant_answer_that_is_right_for_many_prompts_is_reported(tmp_path, load):
     answers = ["yes"] * 50 + [str(n) for n in range(50)]
     rows = [{"prompt": f"q{n}", "answer": answer} for n, answer in enumerate(answers)]
     path = write_jsonl(tmp_path / "a.jsonl", *rows)
     fewer = write_jsonl(tmp_path / "b.jsonl", *rows[1:])
 
-    (line,) = load_one(path, tokenizer).report.warnings()
+    (line,) = load(path).report.warnings()
 
     assert "the constant answer 'yes' is right for 50 of 100 prompts (50.0%)" in line
-    assert load_one(fewer, tokenizer).report.warnings() == []
+    assert load(fewer).report.warnings() == []

@@ -26,13 +26,11 @@ from bapo_megatron.data.rows import (
     worked_answer,
 )
 from tests.data.rows import (
-    DAPO,
     DAPO_PROCESSED,
     GSM8K,
     MATH,
     MATH_500,
     SKYWORK,
-    VERL,
     write_jsonl,
 )
 from tests.fakes.fake_hub import FakeHub, as_jsonl
@@ -71,6 +69,14 @@ def beside(fields: dict[str, Any], *names: str) -> dict[str, Any]:
             SKYWORK["prompt"],
             beside(SKYWORK, "prompt") | {"reward_model": {"style": "rule"}},
             id="skywork",
+        ),
+        pytest.param(
+            DAPO_PROCESSED,
+            "verl",
+            "What is $1+1$?",
+            beside(DAPO_PROCESSED, "prompt")
+            | {"reward_model": {"style": "rule-lighteval/MATH_v2"}},
+            id="dapo",
         ),
         (GSM8K, "gsm8k", "What is 1+1?", {}),
         (MATH, "math", "What is $1+1$?", {"level": "Level 1", "type": "Prealgebra"}),
@@ -246,7 +252,7 @@ def test_long_solutions_are_read_in_linear_time(bait):
     assert time.process_time() - start_s < 1
 
 
-def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load, caplog):
+def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load):
     row = {
         "prompt": "x",
         "answer": "1",
@@ -260,9 +266,9 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
     }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
 
-    (prompt,) = load(tmp_path / "x.parquet")
+    loaded = load(tmp_path / "x.parquet")
 
-    assert prompt.row == {
+    assert loaded.prompts[0].row == {
         "at": "2026-01-02T03:04:05",
         "day": "2026-01-02",
         "took": 90.0,
@@ -271,7 +277,7 @@ def test_other_columns_become_json_values_and_bytes_are_left_out(tmp_path, load,
         "tags": ["a", None],
         "plots": [{"path": "a.png"}],
     }
-    assert "plots.bytes" in caplog.text
+    assert "plots.bytes" in loaded.report.warnings()[0]
 
 
 @pytest.mark.parametrize(
@@ -315,15 +321,12 @@ def test_columns_that_are_empty_shown_or_named_are_kept(columns, row_columns, ke
     assert read(fields, row_columns=row_columns)[3] == kept
 
 
-@pytest.mark.parametrize(
-    "fields", [SKYWORK, DAPO, VERL, DAPO_PROCESSED], ids=["skywork", "dapo", "verl", "text"]
-)
-def test_verl_s_rows_are_read_from_parquet_as_from_jsonl(fields, tmp_path, load):
-    write_jsonl(tmp_path / "x.jsonl", fields)
-    pq.write_table(pa.Table.from_pylist([fields]), tmp_path / "x.parquet")
+def test_verl_s_rows_are_read_from_parquet_as_from_jsonl(tmp_path, load):
+    write_jsonl(tmp_path / "x.jsonl", SKYWORK)
+    pq.write_table(pa.Table.from_pylist([SKYWORK]), tmp_path / "x.parquet")
 
-    (from_json,) = load(tmp_path / "x.jsonl")
-    (from_parquet,) = load(tmp_path / "x.parquet")
+    (from_json,) = load(tmp_path / "x.jsonl").prompts
+    (from_parquet,) = load(tmp_path / "x.parquet").prompts
 
     assert (from_parquet.text, from_parquet.answer) == (from_json.text, "2")
     assert from_parquet.row == from_json.row

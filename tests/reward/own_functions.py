@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from bapo_megatron.reward.base import Score
-
 NOT_CALLABLE = 7
 EVEN_LENGTH = {"name": "even", "function": "tests.reward.own_functions:even_length"}
 """A random model is never right; about half of its responses have an even length."""
@@ -43,19 +41,6 @@ def everything(response, answer, sample, row):
     }
 
 
-def a_score(response, **_others):
-    return Score(reward=0.5, answer_found=False, extracted=response, metrics={"seen": 1})
-
-
-def a_score_of_numpy():
-    return Score(
-        reward=np.float32(0.5),
-        answer_found=np.bool_(False),
-        extracted=np.str_("5"),
-        metrics={"seen": np.int64(1)},
-    )
-
-
 def wrong_parameter(completion):
     return 0.0
 
@@ -64,24 +49,8 @@ def by_position(response, /):
     return 0.0
 
 
-def one_text(responses):
-    return "one"
-
-
 def raises(response):
     raise RuntimeError(f"cannot\nscore {response}")
-
-
-def not_finite():
-    return float("nan")
-
-
-def no_number():
-    return "one"
-
-
-def no_reward():
-    return {"score": 1.0}
 
 
 def hang():
@@ -114,10 +83,6 @@ def keep_memory():
     """Keeps 100 MiB more after each response."""
     _KEPT.append(bytearray(100 << 20))
     return 1.0
-
-
-def end_the_process():
-    os._exit(0)
 
 
 def exits():
@@ -191,18 +156,6 @@ class OfGroups:
         return np.array(
             [reward - mean + sample.num_tokens + state for reward, sample, state in facts]
         )
-
-    @staticmethod
-    def one_too_few(responses):
-        return [0.0] * (len(responses) - 1)
-
-    @staticmethod
-    def one_number(responses):
-        return 1.0
-
-    @staticmethod
-    def words(responses):
-        return ["good"] * len(responses)
 
     @staticmethod
     def raises(responses):

@@ -1,5 +1,3 @@
-import asyncio
-
 import pytest
 
 from bapo_megatron.config.reward import RewardConfig
@@ -19,6 +17,8 @@ from tests.reward.scoring import score
 from tests.rollout.calls import end
 
 OWN = "tests.reward.own_functions"
+GROUPS = f"{OWN}:OfGroups"
+LENGTH = {"name": "length", "function": f"{OWN}:length"}
 
 
 def section(*functions, **others):
@@ -32,9 +32,7 @@ def test_the_default_is_the_math_answer_alone():
         "function": "math",
     }
     [[total], _] = score({}, Response(r"\boxed{2}", "2"))
-    assert total == Score(
-        1.0, extracted="2", reason="equal_text", components={"math": 1.0}, metrics={}
-    )
+    assert total == Score(1.0, extracted="2", reason="equal_text", components={"math": 1.0})
 
 
 def test_functions_are_added_up_with_their_weights_and_every_one_is_reported():
@@ -66,19 +64,15 @@ def test_functions_that_fail_end_the_run_or_score_zero_and_the_first_is_logged(c
     assert caplog.text.count("cannot score") == 1
 
 
-def test_evaluations_need_a_function_of_one_response():
-    def require(*functions):
-        async def ask():
-            async with Rewards(RewardConfig(functions=functions, workers=1)) as rewards:
-                await rewards.start()
-                rewards.require_single()
-
-        asyncio.run(ask())
-
+async def test_evaluations_need_a_function_of_one_response():
     rank = {"name": "rank", "function": f"{OWN}:OfGroups.rank"}
-    require(rank, {"name": "length", "function": f"{OWN}:length"})
-    with pytest.raises(RewardError, match=r"^eval\.functions: .* got rank"):
-        require(rank)
+    async with Rewards(RewardConfig(functions=(rank, LENGTH), workers=1)) as rewards:
+        await rewards.start()
+        rewards.require_single()
+    async with Rewards(RewardConfig(functions=(rank,), workers=1)) as rewards:
+        await rewards.start()
+        with pytest.raises(RewardError, match=r"^eval\.functions: .* got rank"):
+            rewards.require_single()
 
 
 class Decoder:
@@ -88,7 +82,7 @@ class Decoder:
         return rf"\boxed{{{' '.join(map(str, token_ids))}}}"
 
 
-def test_shaping_acts_on_training_samples_and_not_on_evaluations():
+async def test_shaping_acts_on_training_samples_and_not_on_evaluations():
     config = RewardConfig(
         functions=(
             {"name": "math", "function": "math"},
@@ -101,18 +95,16 @@ def test_shaping_acts_on_training_samples_and_not_on_evaluations():
     )
     prompt = Prompt("p:0", (1,), "7", "What?", "set", {"level": 9})
 
-    async def grade():
-        async with Rewards(config) as rewards:
-            graded = []
-            for shaping in (Shaping(config, 2, rewards.pool), None):
-                group = PendingGroup.start(0, prompt, 1)
-                [episode] = group.episodes
-                end(episode, [7])
-                await Grader(Decoder(), rewards, shaping).score(episode, group)
-                graded.append(episode)
-            return graded
+    graded = []
+    async with Rewards(config) as rewards:
+        for shaping in (Shaping(config, 2, rewards.pool), None):
+            group = PendingGroup.start(0, prompt, 1)
+            [episode] = group.episodes
+            end(episode, [7])
+            await Grader(Decoder(), rewards, shaping).score(episode, group)
+            graded.append(episode)
 
-    episode, evaluation = asyncio.run(grade())
+    episode, evaluation = graded
     _, evaluated = evaluation.graded
 
     assert episode.texts == (r"\boxed{7}",)
@@ -156,8 +148,6 @@ def test_functions_that_cannot_be_are_refused(functions, message):
 
 # --- functions of groups and of episodes ---
 
-GROUPS = f"{OWN}:OfGroups"
-LENGTH = {"name": "length", "function": f"{OWN}:length"}
 RESPONSES = [
     Response("four", "42", SampleFacts(num_tokens=40), {"size": 3}, state=0.5),
     Response("x", "42", SampleFacts(num_tokens=10), {"size": 3}, state=0.25),
@@ -226,37 +216,26 @@ def test_without_functions_of_one_response_the_answer_is_that_of_the_first_group
     ]
 
 
-def test_a_group_function_that_fails_ends_the_run_or_scores_zero(caplog):
-    functions = ({"name": "bad", "function": f"{GROUPS}.raises"}, LENGTH)
+def test_a_group_function_that_fails_or_hangs_ends_the_run_or_scores_zero(caplog):
+    bad = {"name": "bad", "function": f"{GROUPS}.raises"}
+    slow = {"name": "slow", "function": f"{GROUPS}.hang"}
 
     failed = (
         rf"^reward function '{GROUPS}\.raises' failed: .*cannot score 3 .*reward\.on_error=zero"
     )
     with pytest.raises(FunctionFailedError, match=failed):
-        score_group(*functions)
-    _, together = score_group(*functions, on_error="zero")
+        score_group(bad, LENGTH)
+    alone, together = score_group(bad, slow, LENGTH, on_error="zero", timeout_s=0.7)
 
-    assert [(item.reward, item.failed) for item in together] == [
-        (4.0, True),
-        (1.0, True),
-        (7.0, True),
+    assert not any(item.timed_out or item.failed for item in alone)
+    assert [(item.reward, item.timed_out, item.failed) for item in together] == [
+        (4.0, True, True),
+        (1.0, True, True),
+        (7.0, True, True),
     ]
-    assert together[0].components == {"length": 4.0, "bad": 0.0}
+    assert together[0].components == {"length": 4.0, "bad": 0.0, "slow": 0.0}
     assert together[0].answer_found
     assert caplog.text.count("scored 0 and counted") == 1
-
-
-def test_a_group_function_that_hangs_scores_zero_and_is_counted_for_each_response():
-    functions = ({"name": "slow", "function": f"{GROUPS}.hang"}, LENGTH)
-
-    alone, together = score_group(*functions, timeout_s=0.7)
-
-    assert not any(item.timed_out for item in alone)
-    assert [(item.reward, item.timed_out, item.failed) for item in together] == [
-        (4.0, True, False),
-        (1.0, True, False),
-        (7.0, True, False),
-    ]
 
 
 def test_functions_may_ask_for_the_turns_and_the_state_of_an_episode():

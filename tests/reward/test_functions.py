@@ -1,13 +1,13 @@
-import asyncio
-import re
+import json
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from bapo_megatron.config.reward import BUILT_IN_FUNCTIONS
 from bapo_megatron.reward.base import (
     FunctionFailedError,
     Response,
-    RewardError,
     RowError,
     SampleFacts,
     Score,
@@ -20,12 +20,13 @@ from bapo_megatron.reward.functions import (
     as_score,
     build,
 )
+from bapo_megatron.reward.math_answer import grade_math_answer
+from bapo_megatron.reward.math_verify_grader import grade_by_math_verify
 from bapo_megatron.reward.pool import RewardPool
 from bapo_megatron.runtime.names import LoadError
 from bapo_megatron.runtime.workers import Outcome
 from bapo_megatron.sandbox.base import SandboxError
 from tests.reward import own_functions
-from tests.reward.scoring import score_in_turn
 
 OWN = "tests.reward.own_functions"
 RAISES = own_functions.raises.__code__.co_firstlineno + 1
@@ -36,119 +37,65 @@ RESPONSE = Response(
     SampleFacts("train:7", "gsm8k", "What?", "length", num_tokens=12),
     {"level": 3},
 )
-NAMES = (
-    "slow_length",
-    "everything",
-    "a_score",
-    "a_score_of_numpy",
-    "raises",
-    "exits",
-    "not_finite",
-    "no_number",
-    "no_reward",
-    "length",
-)
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """What each function gives, twice, from one worker that has them all."""
-
-    async def ask():
-        outcomes = {}
-        functions = tuple(f"{OWN}:{name}" for name in NAMES)
-        async with RewardPool(workers=1, timeout_s=10, functions=functions) as pool:
-            await pool.start()
-            [worker] = pool._workers._running
-            for name in (*NAMES, *NAMES):
-                try:
-                    outcomes[name] = await pool.score(RESPONSE, function=f"{OWN}:{name}")
-                except RewardError as error:
-                    outcomes[name] = error
-            assert list(pool._workers._running) == [worker]
-        return outcomes
-
-    return asyncio.run(ask())
-
-
-@pytest.mark.parametrize(
-    ("name", "score"),
-    [
-        ("length", Score(reward=9.0)),
-        ("slow_length", Score(reward=11.0)),
-        (
-            "everything",
-            Score(
-                reward=0.25,
-                reason="some text 42 train:7 gsm8k What?",
-                extracted="length True",
-                metrics={"level": 3.0, "tokens": 12.0},
-            ),
+async def test_one_worker_runs_all_functions_and_goes_on_after_those_that_fail():
+    failures = {
+        "raises": rf"RuntimeError: cannot score .* \(/.*/own_functions\.py:{RAISES}\)",
+        "exits": r"SystemExit: 0 \(/.*/own_functions\.py:\d+\)",
+    }
+    scores = {
+        "length": Score(reward=9.0),
+        "slow_length": Score(reward=11.0),
+        "everything": Score(
+            reward=0.25,
+            reason="some text 42 train:7 gsm8k What?",
+            extracted="length True",
+            metrics={"level": 3.0, "tokens": 12.0},
         ),
-        ("a_score", Score(0.5, answer_found=False, extracted="some text", metrics={"seen": 1.0})),
-        ("a_score_of_numpy", Score(0.5, answer_found=False, extracted="5", metrics={"seen": 1.0})),
-    ],
-)
-def test_a_function_gets_what_its_parameters_name_and_may_return_any_kind(outcomes, name, score):
-    assert outcomes[name] == score
+    }
+    functions = {name: f"{OWN}:{name}" for name in (*failures, *scores)}
+    async with RewardPool(1, 10, tuple(functions.values())) as pool:
+        await pool.start()
+        [worker] = pool._workers._running
+        for _ in range(2):
+            for name, message in failures.items():
+                with pytest.raises(FunctionFailedError, match=f"{name}' failed: {message}"):
+                    await pool.score(RESPONSE, function=functions[name])
+            for name, score in scores.items():
+                assert await pool.score(RESPONSE, function=functions[name]) == score
+        assert list(pool._workers._running) == [worker]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("raises", rf"RuntimeError: cannot score .* \(/.*/own_functions\.py:{RAISES}\)"),
-        ("exits", r"SystemExit: 0 \(/.*/own_functions\.py:\d+\)"),
-        ("not_finite", "ValueError: 'reward' must be finite"),
-        ("no_number", "ValueError: 'reward' must be a number"),
-        ("no_reward", "ValueError: .* without 'reward'"),
-    ],
-)
-def test_a_function_that_fails_is_named_with_its_reason(outcomes, name, message):
-    assert isinstance(outcomes[name], FunctionFailedError)
-    assert re.search(f"{name}' failed: {message}", str(outcomes[name]))
+async def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
+    async with RewardPool(1, 10, (f"{OWN}:raises",)) as pool:
+        for _ in range(2):
+            with pytest.raises(FunctionFailedError):
+                await pool.score("x")
 
-
-def test_the_first_traceback_of_a_line_that_fails_is_written_for_the_log(capfd):
-    async def fail_twice():
-        async with RewardPool(1, 10, (f"{OWN}:raises",)) as pool:
-            for _ in range(2):
-                with pytest.raises(FunctionFailedError):
-                    await pool.score("x")
-
-    asyncio.run(fail_twice())
     written = capfd.readouterr().err
     assert written.count(f'own_functions.py", line {RAISES}, in raises') == 1
     assert written.count("RuntimeError: cannot\nscore x") == 1
 
 
-def test_a_function_that_ends_its_process_has_failed_and_not_timed_out():
-    with pytest.raises(FunctionFailedError, match="_process' failed: it ended two processes"):
-        score_in_turn(RESPONSE, function=f"{OWN}:end_the_process")
-
-
-def test_the_built_in_function_scores_zero_by_a_reason_of_its_own_where_it_crashes(monkeypatch):
-    async def ask():
-        async with RewardPool(1, 10) as pool:
-            monkeypatch.setattr(pool._workers, "ask", died)
-            return await pool.score("1", "1")
-
+async def test_the_built_in_function_scores_zero_by_a_reason_of_its_own_where_it_crashes(
+    monkeypatch,
+):
     async def died(request):
         return Outcome("died")
 
-    assert asyncio.run(ask()) == Score(reward=0.0, answer_found=False, failed=True, reason="crash")
+    pool = RewardPool(1, 10)
+    monkeypatch.setattr(pool._workers, "ask", died)
+    crashed = Score(reward=0.0, answer_found=False, failed=True, reason="crash")
+    assert await pool.score("1", "1") == crashed
 
 
-def test_a_function_that_exceeds_its_memory_scores_zero():
-    async def ask():
-        functions = (f"{OWN}:eat_memory", f"{OWN}:length")
-        async with RewardPool(1, timeout_s=1, functions=functions) as pool:
-            score = await pool.score(RESPONSE)
-            return score, await pool.score(RESPONSE, function=f"{OWN}:length")
-
-    score, after = asyncio.run(ask())
-
-    assert score == Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
-    assert after.reward == 9.0
+async def test_a_function_that_exceeds_its_memory_scores_zero():
+    functions = (f"{OWN}:eat_memory", f"{OWN}:length")
+    async with RewardPool(1, timeout_s=1, functions=functions) as pool:
+        limited = Score(reward=0.0, answer_found=False, timed_out=True, reason="limit")
+        assert await pool.score(RESPONSE) == limited
+        assert (await pool.score(RESPONSE, function=functions[1])).reward == 9.0
 
 
 @pytest.mark.parametrize(
@@ -163,10 +110,14 @@ def test_a_function_that_exceeds_its_memory_scores_zero():
         ({"reward": 0.5, "extracted": ""}, Score(0.5, answer_found=False)),
         ({"reward": 0.5, "extracted": "", "answer_found": True}, Score(0.5)),
         ({"reward": 0.5, "answer_found": False}, Score(0.5, answer_found=False)),
+        (
+            Score(np.float32(0.5), np.bool_(False), np.str_("5"), metrics={"seen": np.int64(1)}),
+            Score(0.5, answer_found=False, extracted="5", metrics={"seen": 1.0}),
+        ),
     ],
 )
-def test_numbers_and_mappings_are_rewards(result, score):
-    assert as_score(result) == score
+def test_numbers_mappings_and_scores_are_rewards_that_json_can_hold(result, score):
+    assert json.dumps(asdict(as_score(result))) == json.dumps(asdict(score))
 
 
 @pytest.mark.parametrize(
@@ -188,26 +139,27 @@ def test_what_is_no_reward_is_refused(result, message):
         as_score(result)
 
 
-def answer(name, *texts, rewards=None):
+def answer(function, *texts, name="mine:reward", parameters=("responses", "row"), rewards=None):
     """What a worker answers for responses to one prompt."""
+    loaded = LoadedFunction(function, parameters, sees_groups="responses" in parameters)
     responses = [{"text": text, "sample": {}, "turns": (), "state": None} for text in texts]
-    request = {"answer": "42", "row": {"size": 3}, "rewards": rewards, "responses": responses}
-    return build({}, name).answer({"function": name, **request})
+    request = {"answer": "1", "row": {}, "rewards": rewards, "responses": responses}
+    return RewardHandler({name: loaded}).answer({"function": name, **request})
 
 
 @pytest.mark.parametrize(
-    ("name", "texts", "rewards", "message"),
+    ("result", "rewards", "message"),
     [
-        ("OfGroups.one_too_few", "ab", [0, 0], "each of 2 responses, got 1$"),
-        ("OfGroups.one_number", "ab", [0, 0], "each of 2 responses, got float$"),
-        ("one_text", "abc", [0, 0, 0], "each of 3 responses, got str$"),
-        ("OfGroups.words", "ab", [0, 0], "'reward' must be a number"),
-        ("OfGroups.rank", "a", None, "^it asks for responses, answer, row: .* whole groups"),
+        ([0.0], [0, 0], "each of 2 responses, got 1$"),
+        (1.0, [0, 0], "each of 2 responses, got float$"),
+        ("no", [0, 0], "each of 2 responses, got str$"),
+        (["good", "bad"], [0, 0], "'reward' must be a number"),
+        ([0.0], None, "^it asks for responses, row: .* whole groups of responses, got one$"),
     ],
 )
-def test_a_group_function_needs_a_group_and_returns_one_reward_each(name, texts, rewards, message):
+def test_a_group_function_needs_a_group_and_returns_one_reward_each(result, rewards, message):
     with pytest.raises(ValueError, match=message):
-        answer(f"{OWN}:{name}", *texts, rewards=rewards)
+        answer(lambda responses, row: result, "a", "b", rewards=rewards)
 
 
 @pytest.mark.parametrize(
@@ -246,6 +198,8 @@ def test_a_function_that_cannot_be_called_is_named_with_the_reason(name, message
 def test_the_built_in_functions_are_those_of_the_configuration():
     assert (*BUILT_IN, "program", "gym") == BUILT_IN_FUNCTIONS
     assert set(BUILT_IN_FUNCTIONS) == GRADERS
+    graders = [loaded.function for loaded in build({}, *BUILT_IN)._functions.values()]
+    assert graders == [grade_math_answer, grade_by_math_verify]
 
 
 def answered(name, outcome):
@@ -256,10 +210,7 @@ def answered(name, outcome):
             raise outcome
         return outcome
 
-    handler = RewardHandler({name: LoadedFunction(function, ("response",), sees_groups=False)})
-    response = {"text": "1", "sample": {}, "turns": (), "state": None}
-    request = {"function": name, "answer": "1", "row": {}, "rewards": None}
-    return handler.answer({**request, "responses": [response]})
+    return answer(function, "1", name=name, parameters=("response",))
 
 
 @pytest.mark.parametrize("name", BUILT_IN_FUNCTIONS)

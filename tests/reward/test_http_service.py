@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -14,10 +15,13 @@ from bapo_megatron.reward import http_service
 from bapo_megatron.reward.base import Response, RewardError, SampleFacts
 from bapo_megatron.reward.http_service import HttpReward
 
+URL = r"http://127\.0\.0\.1:\d+/score"
+
 
 @pytest.fixture(autouse=True)
-def _dead_proxy(monkeypatch):
+def _quick_repetitions_and_a_dead_proxy(monkeypatch):
     """A proxy of the environment must not come between trainer and service."""
+    monkeypatch.setattr(http_service, "_FIRST_BACKOFF_S", 0.01)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
 
@@ -52,8 +56,10 @@ class Service:
         handler.wfile.write(content)
 
 
-@contextlib.contextmanager
-def serving(service):
+@contextlib.asynccontextmanager
+async def judge(service, **config):
+    """The client of a running service."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -66,115 +72,77 @@ def serving(service):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/score"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@contextlib.asynccontextmanager
-async def client(url, **config):
+    url = f"http://127.0.0.1:{server.server_port}/score"
     reward = HttpReward("judge", url, HttpRewardConfig.model_validate(config))
     try:
         async with asyncio.timeout(20):
             yield reward
     finally:
         await reward.close()
+        server.shutdown()
+        server.server_close()
 
 
-def ask(url, num_responses, **config):
-    """The scores of responses of 0, 1, 2 … letters."""
-    responses = [
-        Response("x" * n, str(n), SampleFacts(num_tokens=n), {"n": n}) for n in range(num_responses)
-    ]
-
-    async def run():
-        async with client(url, **config) as reward:
-            return await asyncio.gather(*map(reward.score, responses))
-
-    return asyncio.run(run())
+async def ask(service, num_responses, **config):
+    """The rewards of responses of 0, 1, 2 … letters."""
+    async with judge(service, **config) as reward:
+        asked = (reward.score(Response("x" * n, "")) for n in range(num_responses))
+        return [score.reward for score in await asyncio.gather(*asked)]
 
 
-@pytest.fixture(autouse=True)
-def _quick_repetitions(monkeypatch):
-    monkeypatch.setattr(http_service, "_FIRST_BACKOFF_S", 0.01)
-
-
-def test_responses_are_sent_in_batches_and_each_gets_its_own_score():
+async def test_responses_are_sent_in_batches_and_each_gets_its_own_score():
     service = Service()
-    with serving(service) as url:
-        scores = ask(url, 50, batch_size=8, connections=2)
 
-    assert [score.reward for score in scores] == [float(n) for n in range(50)]
+    assert await ask(service, 50, batch_size=8, connections=2) == [float(n) for n in range(50)]
+
     sizes = [len(batch) for batch in service.batches]
     assert sum(sizes) == 50
     assert max(sizes) == 8
     assert len(sizes) <= 9
-    item = next(item for batch in service.batches for item in batch if item["row"]["n"] == 3)
-    assert (item["response"], item["answer"], item["sample"]["num_tokens"]) == ("xxx", "3", 3)
 
 
-def test_a_service_sees_everything_of_a_response():
+async def test_a_service_sees_everything_of_a_response():
     service = Service()
     facts = SampleFacts("p:1", "sums", "no?", num_tokens=9, num_turns=2, environment_tokens=3)
     turns = ("no", "sure?", "yes")
 
-    async def run(url):
-        async with client(url) as reward:
-            await reward.score(Response("yes", "yes", facts, {"n": 1}, turns, state=[1]))
-
-    with serving(service) as url:
-        asyncio.run(run(url))
+    async with judge(service) as reward:
+        await reward.score(Response("yes", "2", facts, {"n": 1}, turns, state=[1]))
 
     [[item]] = service.batches
     sample = {
         **{"prompt_id": "p:1", "source": "sums", "prompt": "no?", "finish_reason": "stop"},
         **{"num_tokens": 9, "num_turns": 2, "environment_tokens": 3},
     }
-    asked = {"response": "yes", "answer": "yes", "sample": sample, "row": {"n": 1}}
+    asked = {"response": "yes", "answer": "2", "sample": sample, "row": {"n": 1}}
     assert item == {**asked, "turns": ["no", "sure?", "yes"], "state": [1]}
 
 
-def test_a_result_may_have_metrics_and_a_reason():
-    result = {"reward": 0.5, "reason": "clear", "clarity": 0.7}
-    with serving(Service(results=lambda batch: [result for _ in batch])) as url:
-        (score,) = ask(url, 1)
-
-    assert (score.reward, score.reason, score.metrics) == (0.5, "clear", {"clarity": 0.7})
-
-
-def test_failures_that_may_pass_are_repeated():
+async def test_failures_that_may_pass_are_repeated():
     service = Service(failures=[503, "break", 429, 500])
-    with serving(service) as url:
-        scores = ask(url, 3)
 
-    assert [score.reward for score in scores] == [0.0, 1.0, 2.0]
+    assert await ask(service, 3) == [0.0, 1.0, 2.0]
     assert service.failures == []
 
 
 @pytest.mark.parametrize(
     ("failure", "problem"), [(503, "HTTP 503: out of order"), ("break", "disconnected")]
 )
-def test_a_service_that_stays_away_is_one_line_after_the_patience(failure, problem):
-    with (
-        serving(Service(failures=[failure] * 1000)) as url,
-        pytest.raises(RewardError, match=rf"reward 'judge': {url} .* 0.1 s .*{problem}"),
-    ):
-        ask(url, 1, patience_s=0.1)
+async def test_a_service_that_stays_away_is_one_line_after_the_patience(failure, problem):
+    with pytest.raises(RewardError, match=rf"reward 'judge': {URL} .* 0.1 s .*{problem}"):
+        await ask(Service(failures=[failure] * 1000), 1, patience_s=0.1)
 
 
-def test_an_answer_that_takes_too_long_is_repeated_and_then_told():
+async def test_an_answer_that_takes_too_long_is_repeated_and_then_told():
     release = threading.Event()
     service = Service(results=lambda batch: release.wait(5) and [0 for _ in batch])
-    with serving(service) as url:
-        with pytest.raises(RewardError, match=r"no answer within 0.1 s"):
-            ask(url, 1, timeout_s=0.1, patience_s=1.5)
-        release.set()
+    with pytest.raises(RewardError, match=r"no answer within 0.1 s"):
+        await ask(service, 1, timeout_s=0.1, patience_s=1.5)
+    release.set()
     assert len(service.batches) >= 2
 
 
-def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_silent():
+async def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_silent():
     written: list[int] = []
 
     class Trickling(Service):
@@ -189,31 +157,25 @@ def test_a_service_that_trickles_its_answer_takes_no_longer_than_one_that_is_sil
                     written.append(number)
                     time.sleep(0.02)
 
-    with (
-        serving(Trickling()) as url,
-        pytest.raises(RewardError, match=r"gave no scores for 0 s \(no answer within 0.2 s\)"),
-    ):
-        ask(url, 1, timeout_s=0.2, patience_s=0)
+    with pytest.raises(RewardError, match=r"gave no scores for 0 s \(no answer within 0.2 s\)"):
+        await ask(Trickling(), 1, timeout_s=0.2, patience_s=0)
     assert len(written) < 500
 
 
-def test_a_response_that_comes_as_the_last_sender_ends_is_sent():
-    async def run(url):
-        async with client(url, connections=1) as reward:
-            return [(await reward.score(Response("x" * n, ""))).reward for n in range(3)]
-
-    with serving(Service()) as url:
-        assert asyncio.run(run(url)) == [0.0, 1.0, 2.0]
+async def test_a_response_that_comes_as_the_last_sender_ends_is_sent():
+    async with judge(Service(), connections=1) as reward:
+        scores = [await reward.score(Response("x" * n, "")) for n in range(3)]
+    assert [score.reward for score in scores] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("status", "message"),
     [(404, "refuses .HTTP 404: out of order.; correct the url"), (401, "token_variable")],
 )
-def test_a_refusal_is_not_repeated(status, message):
+async def test_a_refusal_is_not_repeated(status, message):
     service = Service(failures=[status, 500])
-    with serving(service) as url, pytest.raises(RewardError, match=message):
-        ask(url, 1)
+    with pytest.raises(RewardError, match=message):
+        await ask(service, 1)
     assert service.failures == [500]
 
 
@@ -229,74 +191,64 @@ def test_a_refusal_is_not_repeated(status, message):
         (lambda batch: b"[" * 100_000, "not valid JSON"),
     ],
 )
-def test_an_answer_of_another_form_is_one_line(results, message):
-    with serving(Service(results=results)) as url, pytest.raises(RewardError, match=message):
-        ask(url, 2)
+async def test_an_answer_of_another_form_is_one_line(results, message):
+    with pytest.raises(RewardError, match=f"unusable answer of {URL}: .*{message}"):
+        await ask(Service(results=results), 2)
 
 
-def test_the_token_comes_from_the_environment_and_is_never_logged(monkeypatch, caplog):
+async def test_the_token_comes_from_the_environment_and_is_never_logged(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("JUDGE_TOKEN", "very-secret")
     service = Service(failures=[500])
-    with serving(service) as url:
-        ask(url, 1, token_variable="JUDGE_TOKEN")
+
+    await ask(service, 1, token_variable="JUDGE_TOKEN")
 
     assert service.tokens == {"Bearer very-secret"}
     assert "very-secret" not in caplog.text
 
 
-def test_a_response_that_is_cancelled_before_it_is_sent_is_not_sent():
+async def test_a_response_that_is_cancelled_before_it_is_sent_is_not_sent():
     service = Service()
 
-    async def run(url):
-        async with client(url, batch_size=1, connections=1) as reward:
-            tasks = [asyncio.create_task(reward.score(Response("x" * n, ""))) for n in range(2)]
-            await asyncio.sleep(0)
-            tasks[0].cancel()
-            return (await tasks[1]).reward
-
-    with serving(service) as url:
-        assert asyncio.run(run(url)) == 1.0
+    async with judge(service, batch_size=1, connections=1) as reward:
+        tasks = [asyncio.create_task(reward.score(Response("x" * n, ""))) for n in range(2)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        assert (await tasks[1]).reward == 1.0
 
     assert [[item["response"] for item in batch] for batch in service.batches] == [["x"]]
 
 
 @pytest.mark.parametrize(
     ("result", "outcome"),
-    [(b"[1.0, 2.0]", "2.0"), (b"<", "reward 'judge': unusable answer of URL: not valid JSON")],
+    [(b"[1.0, 2.0]", r"2\.0"), (b"<", f"reward 'judge': unusable answer of {URL}: not valid JSON")],
 )
-def test_a_response_that_is_cancelled_on_its_way_leaves_the_others_their_outcome(result, outcome):
+async def test_a_response_that_is_cancelled_on_its_way_leaves_the_others_their_outcome(
+    result, outcome
+):
     release = threading.Event()
     service = Service(results=lambda batch: release.wait(5) and result)
 
-    async def run(url):
-        async with client(url, batch_size=2, connections=1) as reward:
-            tasks = [asyncio.create_task(reward.score(Response("x", ""))) for _ in range(2)]
-            while not service.batches:
-                await asyncio.sleep(0.01)
-            tasks[0].cancel()
-            release.set()
-            [_, second] = await asyncio.gather(*tasks, return_exceptions=True)
-            return str(getattr(second, "reward", second))
+    async with judge(service, batch_size=2, connections=1) as reward:
+        tasks = [asyncio.create_task(reward.score(Response("x", ""))) for _ in range(2)]
+        while not service.batches:
+            await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        release.set()
+        [_, second] = await asyncio.gather(*tasks, return_exceptions=True)
 
-    with serving(service) as url:
-        assert asyncio.run(run(url)).replace(url, "URL").startswith(outcome)
+    assert re.match(outcome, str(getattr(second, "reward", second)))
 
 
-def test_closing_ends_what_waits():
+async def test_closing_ends_what_waits():
     release = threading.Event()
     service = Service(results=lambda batch: release.wait(5) and [0 for _ in batch])
 
-    async def run(url):
-        reward = HttpReward("judge", url, HttpRewardConfig(batch_size=1, connections=1))
+    async with judge(service, batch_size=1, connections=1) as reward:
         tasks = [asyncio.create_task(reward.score(Response("x", ""))) for _ in range(3)]
         while not service.batches:
             await asyncio.sleep(0.01)
-        await reward.close()
-        return await asyncio.gather(*tasks, return_exceptions=True)
+    release.set()
 
-    with serving(service) as url:
-        outcomes = asyncio.run(run(url))
-        release.set()
-
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [RewardError] * 3

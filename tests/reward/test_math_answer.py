@@ -1,12 +1,9 @@
-import json
 import time
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bapo_megatron.data.rows import parse_answer
 from bapo_megatron.reward.extraction import extract_answer
 from bapo_megatron.reward.math_answer import grade_math_answer
 from bapo_megatron.reward.math_symbolic import contradicts_itself
@@ -55,49 +52,6 @@ def test_an_answer_in_a_sentence_is_compared_by_its_value():
     assert grade_math_answer("The answer is $\\frac{3}{6}$. I hope so.", "0.5").reward == 1.0
     assert grade_math_answer("The answer is 19 dollars.", "18").reward == 0.0
     assert grade_math_answer("The answer is given by 18.", "18").reward == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
-def test_every_gsm8k_solution_grades_its_own_answer_and_no_other(shared_data, name):
-    solutions = [
-        json.loads(line)["answer"]
-        for line in (shared_data / f"{name}.jsonl").read_text().splitlines()
-    ]
-    assert len(solutions) == {"gsm8k_train": 7473, "gsm8k_test": 1319}[name]
-
-    boxed = set()
-    for solution in solutions:
-        reference = parse_answer(solution)
-        wrong = str(int(reference.replace(",", "")) + 1)
-        assert grade_math_answer(solution, reference).reward == 1.0
-        assert grade_math_answer(solution, wrong).reward == 0.0
-        if reference not in boxed:
-            boxed.add(reference)
-            assert grade_math_answer(rf"So \boxed{{{reference}}}", reference).reward == 1.0
-            assert grade_math_answer(rf"So \boxed{{{wrong}}}", reference).reward == 0.0
-
-
-@pytest.mark.parametrize(
-    "response",
-    [
-        r"\boxed{" * 100_000,
-        "{" * 1_000_000,
-        "\\" * 1_000_000,
-        "#" * 1_000_000,
-        "answer is " * 100_000,
-        "answer" + " " * 1_000_000,
-        r"\boxed{" + "{" * 500_000 + "1" + "}" * 500_000 + "}",
-    ],
-    ids=["boxes", "braces", "backslashes", "hashes", "answers", "spaces", "nested"],
-)
-def test_extraction_is_linear_in_a_hostile_megabyte(response):
-    start_s = time.process_time()
-
-    extract_answer(response)
-
-    # A quadratic scan of a million characters takes hours.
-    assert time.process_time() - start_s < 10
 
 
 @pytest.mark.parametrize(
@@ -174,49 +128,9 @@ def test_a_number_of_more_digits_than_any_answer_has_no_value():
     assert as_number("7" * 1001) is None
 
 
-_FAST = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-@_FAST
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_integers_are_right_if_and_only_if_they_are_equal(one, other):
     for spelling in (f"{one}", f"{one:,}", f"{one}.0", f"${one}$", rf"{one}\text{{ apples}}"):
         assert grade_math_answer(rf"\boxed{{{spelling}}}", str(one)).reward == 1.0
         assert grade_math_answer(rf"\boxed{{{spelling}}}", str(other)).reward == float(one == other)
-
-
-@_FAST
-@given(st.integers(-999, 999), st.integers(1, 999), st.integers(-999, 999), st.integers(1, 999))
-def test_fractions_are_right_if_and_only_if_they_are_equal(top, bottom, other_top, other_bottom):
-    reference = f"{top}/{bottom}"
-    is_equal = Fraction(top, bottom) == Fraction(other_top, other_bottom)
-
-    for spelling in (
-        rf"\frac{{{other_top}}}{{{other_bottom}}}",
-        f"{other_top}/{other_bottom}",
-        rf"\dfrac{{{2 * other_top}}}{{{2 * other_bottom}}}",
-    ):
-        score = grade_math_answer(rf"\boxed{{{spelling}}}", reference)
-        assert score.reward == float(is_equal)
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.text(max_size=60), st.text(max_size=20))
-def test_any_text_has_a_score_and_the_same_one_again(response, reference):
-    for text in (response, rf"\boxed{{{response}}}", f"the answer is {response}"):
-        score = grade_math_answer(text, reference)
-        assert score.reward in (0.0, 1.0)
-        assert score == grade_math_answer(text, reference)
-
-
-@pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.lists(st.integers(-50, 50), min_size=2, max_size=5, unique=True), st.randoms())
-def test_sets_are_equal_in_any_order_and_points_in_one_order(numbers, random):
-    shuffled = random.sample(numbers, len(numbers))
-    point, other = (",".join(map(str, values)) for values in (numbers, shuffled))
-
-    assert grade_math_answer(rf"\boxed{{\{{{other}\}}}}", rf"\{{{point}\}}").reward == 1.0
-    is_same = numbers == shuffled
-    assert grade_math_answer(rf"\boxed{{({other})}}", f"({point})").reward == float(is_same)

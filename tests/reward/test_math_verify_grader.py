@@ -1,6 +1,5 @@
 """math-verify as it comes: what it finds, and that nothing which it raises leaves the grader."""
 
-import asyncio
 import threading
 
 import pytest
@@ -8,7 +7,6 @@ from math_verify.errors import TimeoutException
 
 from bapo_megatron.reward import math_verify_grader
 from bapo_megatron.reward.math_verify_grader import grade_by_math_verify
-from bapo_megatron.reward.pool import RewardPool
 
 
 @pytest.mark.parametrize(
@@ -50,14 +48,3 @@ def test_a_thread_without_signals_grades_alike():
     thread.join()
 
     assert [score.reward for score in scores] == [1.0]
-
-
-@pytest.mark.slow
-def test_the_pool_knows_it_by_name():
-    async def grade():
-        async with RewardPool(workers=1, timeout_s=20, functions=("math_verify",)) as pool:
-            return await pool.score(r"\boxed{7}", "7.0")
-
-    score = asyncio.run(grade())
-
-    assert (score.reward, score.extracted) == (1.0, "7")

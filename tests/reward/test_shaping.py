@@ -20,21 +20,6 @@ def test_the_overlong_penalty_is_equation_13_with_the_lengths_of_the_paper(num_t
     assert overlong_penalty(num_tokens, 20480, tripled) == 3 * wanted
 
 
-@pytest.mark.parametrize(
-    ("tokens", "n", "wanted"),
-    [
-        ([], 2, 0.0),
-        ([1], 2, 0.0),
-        ([1, 2, 3], 2, 0.0),
-        ([1, 2, 1, 2, 1], 2, 0.5),  # 12 21 12 21: two of four are new
-        ([7] * 9, 3, 6 / 7),
-        ([1, 2, 3, 1, 2, 3, 1], 3, 2 / 5),  # 123 231 312 123 231
-    ],
-)
-def test_the_repeated_share_by_hand(tokens, n, wanted):
-    assert repeated_share(np.array(tokens, dtype=np.int64), n) == pytest.approx(wanted, abs=1e-15)
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 9))
 def test_the_repeated_share_is_that_of_sets_of_tuples(tokens, n):

@@ -6,26 +6,13 @@
 import pytest
 
 from bapo_megatron.reward.math_answer import grade_math_answer
-from tests.reward.answer_corpus import FORMS, UNIVERSAL, pairs, references
+from tests.reward.answer_corpus import UNIVERSAL, pairs, references
 
 pytestmark = pytest.mark.exhaustive
 
 
 def reward(pred, reference):
     return grade_math_answer(rf"\boxed{{{pred}}}", reference).reward
-
-
-def test_the_corpus_has_every_form_and_is_the_same_each_time():
-    corpus = references(5)
-
-    assert corpus == references(5)
-    assert corpus.keys() == FORMS.keys()
-    assert sum(map(len, corpus.values())) >= 500
-    assert len(set(UNIVERSAL)) == len(UNIVERSAL) >= 90
-    assert not set(UNIVERSAL) & {text for texts in corpus.values() for text in texts}
-    drawn = pairs(300)
-    assert len({(pred, gold) for _, pred, gold in drawn}) == 300
-    assert all(pred != gold for _, pred, gold in drawn)
 
 
 @pytest.mark.slow
