@@ -259,6 +259,7 @@ def test_without_a_connection_the_table_is_all_that_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", nobody)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("COLUMNS", raising=False)
