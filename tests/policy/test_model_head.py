@@ -1,79 +1,58 @@
 """A model that returns hidden states trains like one that returns logits.
 
+Tests of whole updates compare untied heads with transformers (tests/trainer/test_updates.py).
 Shape legend: N = packed tokens, H = hidden size, V = local vocabulary columns, T = response tokens.
 """
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.policy.train_state import TrainState
-from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.loss import LossStage, UpdateContext
+from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import MicroBatch
-from tests.distributed_launch import joined, run_ranks
+from tests.distributed_launch import joined
+from tests.fakes.given_tokens import CONTEXT, make_micro_batch
 from tests.policy.build import build_state
+from tests.policy.layouts import Layout, Results, by_rank
 from tests.policy.parity_ranks import hf_gradients
-from tests.policy.tiny_models import VOCAB_SIZE, Models, Ranks, make_problems
+from tests.policy.tiny_models import VOCAB_SIZE, Models, make_problems
 from tests.tolerances import assert_within
 
 pytestmark = pytest.mark.distributed
 
-FAMILIES = ("qwen2", "qwen3")
-"""Families with a head of its own and with a tied one."""
-CASES = [
-    *((layout, family) for layout in ("single", "tensor", "sequence") for family in FAMILIES),
-    *((layout, "qwen3_5_text") for layout in ("single", "sequence")),
-]
-"""Hybrids need sequence parallel."""
+# A tied head, and one of its own after a norm around 0, which needs sequence parallel.
+FAMILIES = ("qwen3", "qwen3_5_text")
+LAYOUTS = (
+    Layout("one rank", 1, models=FAMILIES),
+    Layout("TP 2 without SP", 2, {"tensor": 2}, models=FAMILIES[:1]),
+    Layout("TP 2", 2, {"tensor": 2, "sequence": True}, models=FAMILIES),
+)
 CHUNK_TOKENS = 3
 ALGORITHM = AlgorithmConfig.model_validate(
     {"objective": "clip", "fixed": {"low": 0.5, "high": 4.0}, "entropy_coefficient": 0.03}
 )
 
 
-def run_layout(models: Models, tensor: int, sequence: bool) -> dict[str, Any]:
+def train_both(layouts: Sequence[Layout], models: Models) -> dict[str, Any]:
     """Each model with logits and with hidden states, on the same tokens and weights."""
-    kinds = {"logits": False, "hidden": True}
-    with joined(tensor) as groups:
-        return {
-            name: {
-                kind: _train(_build(models[name], groups, sequence, hidden=hidden))
-                for kind, hidden in kinds.items()
-            }
-            for layout, name in CASES
-            if layout == ("single" if tensor == 1 else "sequence" if sequence else "tensor")
-        }
-
-
-def on_two_ranks(models: Models) -> dict[str, Any]:
-    """Tensor parallel without and with sequence parallel."""
-    return {name: run_layout(models, 2, name == "sequence") for name in ("tensor", "sequence")}
-
-
-def on_one_rank(models: Models) -> dict[str, Any]:
-    """A single rank, and the logits that it holds."""
-    results: dict[str, Any] = {"single": run_layout(models, 1, sequence=False)}
-    with joined() as groups:
-        state = _build(models["qwen2"], groups, sequence=False, hidden=False)
-        results["held logits"] = _count_held_logits(state)
+    results: dict[str, Any] = {}
+    for layout in layouts:
+        with joined(**layout.sizes) as groups:
+            for name in layout.models:
+                config = ModelConfig(path=models[name], dtype="float32")
+                parallel = ParallelConfig.model_validate(layout.sizes)
+                results[f"{layout.name}, {name}"] = {
+                    kind: _train(build_state(config, groups, parallel=parallel, hidden=hidden))
+                    for kind, hidden in (("logits", False), ("hidden", True))
+                }
     return results
-
-
-def _build(directory: Path, groups: ProcessGroups, sequence: bool, *, hidden: bool) -> TrainState:
-    return build_state(
-        ModelConfig(path=directory, dtype="float32"),
-        groups,
-        parallel=ParallelConfig(tensor=groups.tensor.size(), sequence=sequence),
-        hidden=hidden,
-    )
 
 
 def _train(state: TrainState) -> dict[str, Any]:
@@ -85,8 +64,7 @@ def _train(state: TrainState) -> dict[str, Any]:
     stage = LossStage(ALGORITHM, policy_output, state.model.groups)
 
     def loss_fn(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        context = UpdateContext(num_updates=0, rollout_version=None, num_samples=16)
-        loss, report = stage.loss(output, batch, decision=None, context=context)
+        loss, report = stage.loss(output, batch, decision=None, context=CONTEXT)
         return loss, report.sums
 
     sums = state.forward_backward(batches, loss_fn)
@@ -99,62 +77,32 @@ def _train(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _count_held_logits(state: TrainState) -> list[int]:
-    """How many micro-batches have logits in memory when those of one come, without gradients."""
-    storages: list[StorageWeakRef] = []
-
-    def count(logits_NV: Tensor, _: MicroBatch) -> int:
-        storages.append(StorageWeakRef(logits_NV.untyped_storage()))
-        return sum(not storage.expired() for storage in storages)
-
-    return state.model.forward_only([p.micro_batch for p in make_problems()], count)
-
-
 def _with_responses(batch: MicroBatch) -> MicroBatch:
     """Every second token of the batch is a response token; the values are arbitrary."""
     rows_T = torch.arange(0, batch.num_tokens - 1, 2)
-    num_rows, generator = len(rows_T), torch.Generator().manual_seed(batch.num_tokens)
-    sign_T = 1.0 - 2.0 * (torch.arange(num_rows) % 2)
-    zero, one = torch.zeros(num_rows), torch.ones(num_rows)
-    return MicroBatch(
+    generator = torch.Generator().manual_seed(batch.num_tokens)
+    sign_T = 1.0 - 2.0 * (torch.arange(len(rows_T)) % 2)
+    return make_micro_batch(
         token_ids_N=batch.token_ids_N,
         position_ids_N=batch.position_ids_N,
         cu_seqlens=batch.cu_seqlens,
         rows_T=rows_T,
         target_T=batch.token_ids_N[rows_T + 1],
-        behaviour_logprob_T=-4.5 * one,
-        rollout_logprob_T=zero,
-        advantage_T=sign_T * (0.5 + torch.rand(num_rows, generator=generator)),
-        reward_T=zero,
-        mask_T=one,
-        importance_T=one,
-        loss_weight_T=0.1 * one,
-        sample_T=zero.long(),
-        response_tokens_T=num_rows * one,
-        position_T=zero.long(),
-        version_T=zero.long(),
+        behaviour_logprob_T=torch.full((len(rows_T),), -4.5),
+        advantage_T=sign_T * (0.5 + torch.rand(len(rows_T), generator=generator)),
+        loss_weight_T=torch.full((len(rows_T),), 0.1),
     )
 
 
 @pytest.fixture(scope="module")
-def one_rank(models: Models) -> dict[str, Any]:
-    return run_ranks(on_one_rank, 1, models)[0]
+def results(models: Models) -> Results:
+    return by_rank(train_both, LAYOUTS, models)
 
 
-@pytest.fixture(scope="module")
-def layouts(models: Models, one_rank: dict[str, Any]) -> dict[str, Ranks]:
-    """Results of the ranks, by layout."""
-    ranks = run_ranks(on_two_ranks, 2, models)
-    two = {layout: [rank[layout] for rank in ranks] for layout in ("tensor", "sequence")}
-    return {"single": [one_rank["single"]], **two}
-
-
-@pytest.mark.parametrize(("layout", "family"), CASES)
-def test_log_probs_sums_and_all_gradients_are_those_of_logits(
-    layouts: dict[str, Ranks], layout: str, family: str
-) -> None:
-    for rank in layouts[layout]:
-        expected, actual = rank[family]["logits"], rank[family]["hidden"]
+@pytest.mark.parametrize("case", [f"{x.name}, {name}" for x in LAYOUTS for name in x.models])
+def test_log_probs_sums_and_all_gradients_are_those_of_logits(results: Results, case: str) -> None:
+    for rank in results[case]:
+        expected, actual = rank["logits"], rank["hidden"]
         assert actual["parameters"] == expected["parameters"]
         for name in ("logprobs", "sums"):
             for ours, theirs in zip(actual[name], expected[name], strict=True):
@@ -166,7 +114,3 @@ def test_log_probs_sums_and_all_gradients_are_those_of_logits(
             error = (actual["gradients"][name] - gradient).norm() / gradient.norm()
             assert_within(error, 1e-5, name)
         assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-
-
-def test_without_gradients_one_micro_batch_has_logits_at_a_time(one_rank: dict[str, Any]) -> None:
-    assert one_rank["held logits"] == [1, 1]

@@ -1,17 +1,14 @@
 """What does not depend on the layout, or needs no other one: updates, refusals, collectives."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed_launch import run_ranks
 from tests.policy import parity_ranks
-from tests.policy.convert_models import assert_same, weights
+from tests.policy.convert_models import assert_same
 from tests.policy.oracle import Oracle
 from tests.policy.tiny_models import (
     FAMILIES,
@@ -27,22 +24,13 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("exports")
+def one_rank(models: Models) -> dict[str, Any]:
+    return run_ranks(parity_ranks.single_rank, 1, models)[0]
 
 
 @pytest.fixture(scope="module")
-def one_rank(models: Models, exports: Path) -> dict[str, Any]:
-    return run_ranks(parity_ranks.single_rank, 1, models, exports)[0]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(models: Models, exports: Path) -> Ranks:
-    return run_ranks(parity_ranks.two_ranks, 2, models, exports)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float(((actual - expected).norm() / expected.norm()).detach())
+def two_ranks(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks(parity_ranks.two_ranks, 2, models, tmp_path_factory.mktemp("two"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,44 +50,8 @@ def test_gradients_that_layers_add_up_themselves_are_those_of_transformers(
         expected.check(rank_zero["accumulated"][family]["gradients"])
 
 
-def test_two_updates_lead_to_the_losses_of_transformers_and_adam(
-    models: Models, two_ranks: Ranks
-) -> None:
-    model, problems = load_reference("qwen2", models["qwen2"]), make_problems()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    expected = []
-    for _ in range(3):
-        model.zero_grad()
-        loss = sum(problem.loss(reference_logits(model, problem)) for problem in problems)
-        loss.backward()
-        expected.append(float(loss.detach()))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adam.step()
-    moved = expected[0] - expected[2]
-    assert moved > 0.1
-    actual = [sum(parts) for parts in zip(*(rank["losses"] for rank in two_ranks), strict=True)]
-    assert actual == pytest.approx(expected, abs=1e-3 * moved)
-
-
-def test_large_exports_are_divided_over_files_with_an_index_and_load(
-    one_rank: dict[str, Any], models: Models, exports: Path
-) -> None:
-    directory, expected = exports / "files", weights(models["qwen2"])
-    files = {path.name for path in directory.glob("*.safetensors")}
-    assert len(files) > 2
-    assert all((directory / name).stat().st_size < 22_000 for name in files)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == files
-    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in expected.values())
-    assert_same(one_rank["from_files"], expected)
-
-
-def test_learning_rate_0_leaves_every_bit_of_the_weights(one_rank: dict[str, Any]) -> None:
-    run = one_rank["lr_zero"]
-    assert run["step"].applied
-    assert run["step"].grad_norm > 0
-    assert run["num_updates"] == 1
-    assert_same(run["after"], run["before"])
+def test_without_gradients_one_micro_batch_has_logits_at_a_time(one_rank: dict[str, Any]) -> None:
+    assert one_rank["held logits"] == [1, 1]
 
 
 def test_weight_decay_leaves_norms_and_biases_alone(one_rank: dict[str, Any]) -> None:
@@ -129,8 +81,9 @@ def test_bfloat16_logits_are_near_those_in_float32_and_weights_move(
     model, run = load_reference("qwen2", models["qwen2"]), one_rank["bfloat16"]
     for logits_NV, problem in zip(run["logits"], make_problems(), strict=True):
         assert logits_NV.dtype is torch.bfloat16
-        expected_NV = reference_logits(model, problem)
-        assert relative_error(logits_NV[:, :VOCAB_SIZE].float(), expected_NV) < 0.02
+        expected_NV = reference_logits(model, problem).detach()
+        error = (logits_NV[:, :VOCAB_SIZE] - expected_NV).norm() / expected_NV.norm()
+        assert error < 0.02
     assert run["step"].applied
     assert all(tensor.dtype is torch.bfloat16 for tensor in run["after"].values())
     changed = [
@@ -142,8 +95,6 @@ def test_bfloat16_logits_are_near_those_in_float32_and_weights_move(
 def test_what_cannot_be_computed_is_refused(one_rank: dict[str, Any], two_ranks: Ranks) -> None:
     assert "cu_seqlens ends at 5 but the micro-batch has 6 tokens" in one_rank["unpadded"]
     assert one_rank["no batch"].startswith("AssertionError: forward_backward needs a micro-batch")
-    assert "ValueError: " in one_rank["other model"]
-    assert "config.json asks for [64, 32]" in one_rank["other model"]
     odd = [rank["odd tokens"] for rank in two_ranks]
     assert odd == ["AssertionError: 13 tokens over 2 ranks"] * 2
 
