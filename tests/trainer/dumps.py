@@ -24,13 +24,6 @@ from tests.policy.tiny_models import load_reference, make_model
 ONE_RANK = SplitShape(PackingRules(data_size=1, max_tokens=4096, flops=SequenceFlops(1, 0)))
 """Everything on one rank, in micro-batches of 4,096 tokens."""
 
-DUMP_SHAPES = {
-    "mixed": {"groups": 4, "samples_per_group": 4},
-    "uneven": {"groups": 2, "samples_per_group": 3},
-    "few": {"groups": 2, "samples_per_group": 2},
-}
-"""The dumps that layouts train from (``layout_ranks.Case.dumps``)."""
-
 MANY_STEPS = 60
 """Steps of the fixture ``many_dumps``."""
 
@@ -64,14 +57,6 @@ def replay_settings(model_dir: Path, dumps: Path, run_dir: Path) -> dict[str, An
     }
 
 
-def write_dump_shapes(root: Path, model_dir: Path, *, steps: int) -> dict[str, Path]:
-    """Write every entry of ``DUMP_SHAPES``, with episodes; returns the directories by name."""
-    return {
-        name: write_dumps(root / name, model_dir, steps=steps, episodes=True, **shape)
-        for name, shape in DUMP_SHAPES.items()
-    }
-
-
 def write_dumps(
     directory: Path,
     model_dir: Path,
@@ -79,14 +64,13 @@ def write_dumps(
     steps: int,
     groups: int = 4,
     samples_per_group: int = 4,
-    rewards: str = "mixed",
     noise: float = 0.1,
     episodes: bool = False,
     branches: bool = False,
 ) -> Path:
     """Random prompts and responses with log-probs of ``model_dir`` plus noise.
 
-    ``rewards``: ``mixed`` (both signs in every group) or ``equal`` (no gradient anywhere).
+    Half of the samples of every group are right.
     ``episodes``: all but the first response of a group have two or three turns.
     ``branches``: response i of a group is an episode of 1 + i % 4 sequences.
     """
@@ -111,7 +95,7 @@ def write_dumps(
                     behaviour_logprobs=mu.astype(np.float32),
                     versions=(VersionSpan(step, length),),
                     finish_reason=FinishReason.STOP,
-                    reward=float(2 * index < samples_per_group) if rewards == "mixed" else 0.0,
+                    reward=float(2 * index < samples_per_group),
                     answer_found=True,
                 )
                 samples.append(_as_episode(sample) if episodes else sample)
