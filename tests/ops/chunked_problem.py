@@ -87,8 +87,6 @@ class ClippedLoss:
     def __init__(
         self, tokens: Tokens, entropy_coefficient: float = 0.0, *, ignores_kl: bool = False
     ) -> None:
-        self.parts: list[slice] = []
-        """That it was called with."""
         self.kl_T = torch.full_like(tokens.mask_T, torch.nan)
         """That it was called with."""
         self._tokens = tokens
@@ -101,7 +99,6 @@ class ClippedLoss:
         assert len(logprob_T) == len(entropy_T) == part.stop - part.start > 0
         assert not logprob_T.requires_grad
         assert not entropy_T.requires_grad
-        self.parts.append(part)
         chunk = self._tokens.select(part)
         batch = make_tokens(
             logprob_T, chunk.behaviour_logprob_T, chunk.advantage_T, chunk.mask_T, entropy_T

@@ -24,7 +24,6 @@ from tests.ops.chunked_problem import (
     make_problem,
     make_teacher,
     relative_error,
-    run_chunked,
     run_oracle,
     run_unchunked,
     with_main_grad,
@@ -54,8 +53,6 @@ def two_ranks() -> dict[str, Any]:
             "in one chunk": _count_collectives(groups.tensor, chunk_tokens=1000),
             "with a teacher": _count_collectives(groups.tensor, chunk_tokens=16, teacher=True),
         }
-    with joined() as groups:
-        results["context"] = _divide_tokens(groups.data)
     return results
 
 
@@ -135,33 +132,6 @@ def _teacher_part(teacher: TeacherRows, group: dist.ProcessGroup) -> TeacherRows
     weight_VH = teacher.head.weight
     part_VH = weight_VH[_part(weight_VH, dist.get_rank(group))]
     return replace(teacher, head=OutputHead(part_VH, group))
-
-
-def _divide_tokens(group: dist.ProcessGroup) -> tuple[dict[str, float], float]:
-    """As context parallelism does: each rank has half of the rows, and the tokens they predict.
-
-    The halves hold different numbers of tokens, so the ranks walk different numbers of chunks.
-    """
-    problem = make_problem(num_tokens=80)
-    whole, bound = _whole(problem)
-    rank = dist.get_rank(group)
-    rows = slice(20) if rank == 0 else slice(20, None)
-    is_mine_T = (problem.tokens.rows_T < 20) == (rank == 0)
-    tokens = problem.tokens.select(is_mine_T)
-    tokens.rows_T.sub_(20 * rank)
-    local = Problem(problem.hidden_NH[rows], problem.weight_VH, tokens)
-    part = run_chunked(local, entropy_coefficient=ENTROPY_COEFFICIENT)
-    assert whole.hidden_NH is not None
-    assert whole.weight_VH is not None
-    assert part.weight_VH is not None
-    for summed in (part.loss, part.weight_VH):
-        dist.all_reduce(summed, group=group)
-    return {
-        "loss": relative_error(part.loss, whole.loss),
-        "logprob": relative_error(part.logprob_T, whole.logprob_T[is_mine_T]),
-        "hidden": relative_error(part.hidden_NH, whole.hidden_NH[rows]),
-        "weight": relative_error(part.weight_VH, whole.weight_VH),
-    }, bound
 
 
 def _count_collectives(group: dist.ProcessGroup, chunk_tokens: int, teacher: bool = False) -> Any:

@@ -22,10 +22,9 @@ def ranks() -> list[dict[str, Any]]:
         *((f"{n} tokens, sequence parallel {s}", 7) for n in (61, 5, 0) for s in (False, True)),
         *((f"teacher, {direction}", 7) for direction in ("reverse", "forward")),
         *((f"{num_tokens} tokens, whole logits", 6) for num_tokens in (61, 5, 0)),
-        ("context", 4),
     ],
 )
-def test_a_divided_vocabulary_or_divided_tokens_change_nothing(
+def test_a_divided_vocabulary_changes_nothing(
     ranks: list[dict[str, Any]], division: str, num_errors: int
 ) -> None:
     for rank in ranks:
