@@ -88,9 +88,7 @@ def test_an_advantage_must_be_a_function() -> None:
         ("infinite_advantage", "[nan, nan] for the rewards [0.0, 0.0]"),
     ],
 )
-def test_what_is_no_finite_tensor_of_the_group_is_named(
-    name: str, returned: str
-) -> None:
+def test_what_is_no_finite_tensor_of_the_group_is_named(name: str, returned: str) -> None:
     group = SimpleNamespace(samples=[SimpleNamespace(reward=0.0)] * 2)
     with pytest.raises(UserCodeError, match=re.escape(f" returned {returned}")):
         Advantages(f"tests.algorithm.own_objectives:{name}").compute([group])
