@@ -67,7 +67,7 @@ def change_weights(model_dir: Path, directory: Path) -> Path:
     """Write the model with other weights, in two files."""
     shutil.copytree(model_dir, directory)
     tensors = load_file(model_dir / "model.safetensors")
-    for name in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.norm.weight"):
         tensors[name] *= 1.5
     (directory / "model.safetensors").unlink()
     files = {}

@@ -20,8 +20,6 @@ from bapo_megatron.engine.collective import join_group, tensor_sizes
 from bapo_megatron.engine.sglang.keys import InfoAnswers
 from tests.fakes.fake_sglang import INFO
 
-LIMIT_S = 60.0
-
 
 class Server:
     """The application behind ``InfoAnswers``."""
@@ -53,7 +51,7 @@ class Server:
                 body["rank_offset"],
                 body["world_size"],
             )
-            self._group = join_group(place, LIMIT_S, LIMIT_S)
+            self._group = join_group(place, 60.0, 60.0)
         elif path == "/update_weights_from_distributed":
             layout = BucketLayout(*(tuple(body[name]) for name in ("names", "dtypes", "shapes")))
             flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8)

@@ -27,8 +27,6 @@ from bapo_megatron.weight_sync.send import (
     shared_memory_payload,
 )
 
-LIMIT = timedelta(seconds=60)
-
 
 def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
     monkeypatch: pytest.MonkeyPatch,
@@ -40,7 +38,7 @@ def test_a_group_that_rank_zero_cannot_form_lets_the_servers_go(
 
     class Source:
         def start(self, call: Call[Any, Any], place: GroupPlace, /) -> Any:
-            store = dist.TCPStore("127.0.0.1", place.master_port, timeout=LIMIT)
+            store = dist.TCPStore("127.0.0.1", place.master_port, timeout=timedelta(seconds=60))
 
             def wait_for_rank_zero() -> str:
                 with pytest.raises(dist.DistNetworkError):

@@ -11,8 +11,6 @@ from bapo_megatron.weight_sync.verify import _Comparison
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
 from tests.weight_sync.setting import PROBE, sync_on
 
-TOKENS = 512
-
 
 async def test_servers_that_compute_as_the_trainer_does_are_kept(
     servers: list[FakeWeightServer],
@@ -120,7 +118,7 @@ async def test_a_number_compares_every_so_many_weight_syncs_and_none_compares_no
 
 
 def drawn(seed: int, scale: float) -> np.ndarray:
-    return scale * np.random.default_rng(seed).standard_normal(TOKENS)
+    return scale * np.random.default_rng(seed).standard_normal(512)
 
 
 @pytest.mark.parametrize("change", [1e-4, 1e-2, 1.0])
