@@ -159,6 +159,7 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 SECRET = "sk-not-for-others"
 KEY = "0123456789abcdef0123456789abcdef01234567"
 SOFTWARE = Software("0123456789ab-dirty", {"torch": "2.13.0"})
+OPTIONS = {"api_key": SECRET, "pin_key": 271828}
 TEXT = "<script>alert(1)</script> 1+1="
 
 
@@ -167,7 +168,7 @@ def config_of(lr: float = 0.25, **log: Any) -> RunConfig:
         Path("/data/someone/runs/sums"),
         model={"path": "/data/someone/models/tiny"},
         data={"train": {"path": "/data/someone/train.jsonl"}},
-        algorithm={"objective": "mine:loss", "objective_options": {"api_key": SECRET}},
+        algorithm={"objective": "mine:loss", "objective_options": OPTIONS},
         optimizer={"lr": lr},
         log={"console": False, **log},
     )
@@ -206,6 +207,8 @@ def test_tensorboard_compares_runs_by_every_setting_and_their_last_metrics(tmp_p
         "resume": False,
         "commit": "0123456789ab-dirty",
         "algorithm.objective_options.api_key": "not shown",
+        "algorithm.objective_options.pin_key": "not shown",
+        "replay.dumps": "none",
     }
     assert {name: settings[name] for name in expected} == expected
     # Without an experiment of its own, TensorBoard makes one of all runs' settings and curves.

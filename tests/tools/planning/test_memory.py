@@ -1,5 +1,6 @@
 """Parameters and activations of a plan: what Megatron builds and keeps."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,12 +35,12 @@ CASES = parameter_cases()
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_every_stage_has_the_parameters_that_megatron_builds(
-    number: int, measured: dict[str, Any]
+    number: int, measured: Callable[[str], Any]
 ) -> None:
     model, parallel = CASES[number]
     hf, layout = published(model), configured_layout(parallel, None)
     planned = [stage_parameters(hf, layout, stage) for stage in range(layout.pipeline)]
-    assert planned == [sum(chunks) for chunks in measured["parameters"][number]]
+    assert planned == [sum(chunks) for chunks in measured("parameters")[number]]
 
 
 def test_biases_of_all_projections_of_attention_are_counted() -> None:
@@ -67,7 +68,10 @@ def test_a_whole_model_has_its_published_number_of_parameters(model: str, parame
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 @pytest.mark.exhaustive
-def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str, Any]) -> None:
+def test_activations_are_those_that_autograd_keeps(
+    case: str, measured: Callable[[str], Any]
+) -> None:
+    kept = measured("saved")[case]
     family, dtype, parallel, megatron = SAVED[case]
     model = {"path": "x", "dtype": dtype}
     run = scenario(
@@ -75,14 +79,14 @@ def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str
     )
     layers = chunk_bytes(run) * TOKENS
     # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.
-    assert measured["saved"][case]["per_4_layers"] == pytest.approx(layers, rel=1e-6)
+    assert kept["per_4_layers"] == pytest.approx(layers, rel=1e-6)
     # Token ids (8 bytes each), and a cosine and a sine for each of 32 channels.
-    beside = measured["saved"][case]["total"] - layers - norm_bytes(run) * TOKENS
+    beside = kept["total"] - layers - norm_bytes(run) * TOKENS
     assert 0 <= beside <= (8 + 2 * 4 * 32) * TOKENS + 1024
     # The workspace is an estimate: which temporaries live at the same time is autograd's order.
     passing = (recomputed_bytes(run) + workspace_bytes(run)) * TOKENS
     peak = layers + max(passing, logits_bytes(run, TOKENS))
-    assert peak == pytest.approx(measured["saved"][case]["peak"], rel=0.1)
+    assert peak == pytest.approx(kept["peak"], rel=0.1)
 
 
 def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:

@@ -1,6 +1,7 @@
 """Run directories for the tests of the page, with texts that attack it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,8 @@ from tokenizers.models import WordLevel
 from bapo_megatron.data.dump import write_batch, write_texts
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.data.token_dump import token_dump_path, write_token_dump
-from bapo_megatron.types import (
-    FinishReason,
-    Group,
-    PromptTokens,
-    RolloutBatch,
-    Sample,
-    SampleText,
-)
+from bapo_megatron.types import Group, PromptTokens, RolloutBatch, SampleText
+from tests.data.samples import make_sample
 
 ESCAPES = "\x1b]0;attacked\x07\x1b[2J\x9b31m\u202e"
 """What would rename, clear, colour and reverse a terminal."""
@@ -42,10 +37,12 @@ def make_run(
     rewards: tuple[float, ...] = (0.0, 1.0),
     changes: dict[str, Any] | None = None,
     columns: dict[str, list[float]] | None = None,
+    metrics: Callable[[int], dict[str, float]] = lambda step: {},
 ) -> Path:
     """Write a run with an evaluation at both ends, one dump of rollouts and one of tokens.
 
-    ``columns`` are token columns of each group's first response.
+    ``columns`` are token columns of each group's first response; ``metrics`` has more values of the
+    row of a step.
     """
     path.mkdir(parents=True)
     config = {
@@ -63,7 +60,7 @@ def make_run(
     }
     (path / "config.yaml").write_text(yaml.safe_dump(config))
     rows = [_evaluation(0, 0.25)]
-    rows += [_row(step, rewards, seed) for step in range(1, steps + 1)]
+    rows += [_row(step, rewards, seed) | metrics(step) for step in range(1, steps + 1)]
     rows[-1] |= _evaluation(steps, 0.75)
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "model").mkdir()
@@ -102,21 +99,15 @@ def _write_rollouts(
         )
         samples = []
         for index, reward in enumerate(rewards):
+            sample = make_sample(2, 4, group_id, index)
+            sample.prompt = prompt
+            sample.response_token_ids = np.array([0, 4, 5, 6 - index], np.int32)
             logprobs = -np.arange(1, 5, dtype=np.float32) / (1 + group_id + 2 * index)
-            samples.append(
-                Sample(
-                    group_id=group_id,
-                    index=index,
-                    prompt=prompt,
-                    response_token_ids=np.array([0, 4, 5, 6 - index], np.int32),
-                    behaviour_logprobs=logprobs,
-                    versions=spans_of(np.array([1, 1, 2, 3])),
-                    finish_reason=FinishReason.STOP,
-                    reward=reward,
-                    reward_components={f"math{SCRIPT}": reward},
-                    answer_found=True,
-                )
-            )
+            sample.behaviour_logprobs = logprobs
+            sample.versions = spans_of(np.array([1, 1, 2, 3]))
+            sample.reward, sample.answer_found = reward, True
+            sample.reward_components = {f"math{SCRIPT}": reward}
+            samples.append(sample)
             texts.append(
                 SampleText(
                     *(group_id, index, f"What is 1+2? {SCRIPT}", "3", f"{SCRIPT} answer is 3"),

