@@ -1,8 +1,8 @@
 """What a worker of an environment refuses; ``test_load`` has the way to it and back."""
 
-import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from bapo_megatron.environment.base import Step
@@ -53,8 +53,7 @@ def answer_with(**fields):
 
 
 def test_an_array_of_token_ids_is_a_list_of_them():
-    token_ids = array.array("q", [5, 6])  # as numpy and torch have it
-    assert answer_with(token_ids=token_ids) == [1, [], [5, 6], False, {}]
+    assert answer_with(token_ids=np.array([5, 6])) == [1, [], [5, 6], False, {}]
 
 
 def in_lists(depth, inner):
