@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import pickle
@@ -18,10 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import psutil
-import torch
-
-from bapo_megatron.algorithm.advantage import group_advantages
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.errors import RolloutError, StoppedError
 from bapo_megatron.policy.checkpoint_files import ROLLOUT_NAME, find_best, find_latest
@@ -168,32 +163,6 @@ class Signals:
         while is_wait and stopping.error() is None:
             time.sleep(0.01)
         return is_wait
-
-
-@functools.cache
-def _ask_to_stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def grpo_and_stop(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """What ``grpo`` computes; asks the run to stop while it trains its first batch."""
-    _ask_to_stop()
-    return group_advantages(rewards[None], torch.ones(1, len(rewards)), "grpo")[0]
-
-
-_groups = itertools.count()
-
-
-def grpo_and_be_killed(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """What ``grpo`` computes; kills the process while it trains its second batch of four groups.
-
-    The file that ``CHILDREN`` names tells what it has started then.
-    """
-    if next(_groups) == 4:
-        children = psutil.Process().children(recursive=True)
-        Path(os.environ["CHILDREN"]).write_text(json.dumps([child.pid for child in children]))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return group_advantages(rewards[None], torch.ones(1, len(rewards)), "grpo")[0]
 
 
 def slow_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
