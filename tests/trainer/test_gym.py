@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.reward.own_functions import EVEN_LENGTH
-from tests.trainer.runs import sampling_settings, train
+from tests.trainer.runs import train, write_run
 
 SUMS = {
     "name": "chain_sum",
@@ -20,18 +19,15 @@ SUMS = {
 def test_a_run_trains_on_generated_problems_and_evaluates_others(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    settings = sampling_settings(
+    gym = {"name": "gym", "function": "gym"}
+    config = write_run(
         tmp_path,
         model_dir,
         data={"train": {"gym": [SUMS], "size": 64}, "max_prompt_tokens": 128},
         rollout={"engine": "local"},
-        reward={"workers": 1, "functions": [{"name": "gym", "function": "gym"}, EVEN_LENGTH]},
-        log={"tensorboard": False},
+        reward={"workers": 1, "functions": [gym, EVEN_LENGTH]},
+        eval={"functions": [gym], "sets": [{"gym": [SUMS], "size": 16, "name": "sums"}]},
     )
-    settings["eval"]["functions"] = [{"name": "gym", "function": "gym"}]
-    settings["eval"]["sets"] = [{"gym": [SUMS], "size": 16, "name": "sums"}]
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(settings))
     rows = train(config, tmp_path / "run")
     steps = [row for row in rows if "reward/gym" in row]
     assert len(steps) == 2

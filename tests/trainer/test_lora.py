@@ -1,33 +1,26 @@
 """Runs that train adapters: they continue, the base is the reference, lost weights are noticed."""
 
 import json
-import os
-import random
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.engine.helpers import make_model_dir
-from tests.launch import run, start
+from tests.launch import run
 from tests.tolerances import assert_within, sum_bound
 from tests.trainer.runs import (
     assert_same_training,
     exported_weights,
     refusal,
-    sampling_settings,
     train,
+    write_run,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-KILLS = int(os.environ.get("BAPO_TEST_KILLS", "2"))
-"""Ten were tried by hand."""
 ENGINE = "tests.trainer.losing_engine:LosingKind"
 
 
@@ -38,22 +31,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
-    directory = tmp_path_factory.mktemp("lora")
-    settings: dict[str, Any] = sampling_settings(
-        directory,
+    return write_run(
+        tmp_path_factory.mktemp("lora"),
         model,
+        model={"lora": {"rank": 4, "alpha": 8.0}},
         rollout={"engine": "local", "weight_sync": {"verify": "every", "method": "disk"}},
         algorithm={"updates_per_batch": 2, "kl": {"measure": True}},
         optimizer={"lr": 1e-2},
         train={"steps": 3},
         checkpoint={"every_steps": 1, "keep_last": 9},
         eval={"sets": []},
-        log={"tensorboard": False},
     )
-    settings["model"]["lora"] = {"rank": 4, "alpha": 8.0}
-    path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +65,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     adapters = [load_file(r / "adapter" / "adapter_model.safetensors") for r in (resumed, finished)]
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_is_killed_at_any_moment_equals_the_uninterrupted_one(
-    config: Path, tmp_path: Path
-) -> None:
-    train(config, tmp_path / "whole")
-    draws = random.Random(0)
-    for kill in range(KILLS):
-        resume = ["--resume"] if kill else []
-        process = start(["train", str(config), f"run_dir={tmp_path / 'killed'}", *resume])
-        metrics = tmp_path / "killed" / "metrics.jsonl"
-        while process.poll() is None and not metrics.exists():
-            time.sleep(0.02)
-        time.sleep(draws.uniform(0, 8) if kill else 0)
-        process.kill()
-        process.communicate()
-    train(config, tmp_path / "killed", "--resume")
-    assert_same_training(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_another_layout_continues_with_the_same_weights(
