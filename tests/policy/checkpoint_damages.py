@@ -3,7 +3,8 @@
 import os
 import pickle
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,30 @@ from bapo_megatron.policy.checkpoint_files import encode_state, read_state
 from bapo_megatron.policy.checkpoint_shards import torch_bytes
 
 
-class Limited:
+@contextmanager
+def limited(limit_bytes: int) -> Iterator[None]:
     """As on a full disk: no file of this process may grow beyond a limit."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-
-    def __enter__(self) -> None:
-        self._unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self._limit_bytes, self._unlimited[1]))
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, self._unlimited)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, unlimited[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 class Crafted:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def _mark(directory: Path) -> Crafted:
     """Makes a directory where it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self._mark),)
+    return Crafted(os.mkdir, str(directory / "executed"))
 
 
 def flip_bit(path: Path, position: int | None = None, num_bytes: int = 1) -> None:
@@ -78,13 +81,13 @@ def edit_metadata(directory: Path, edit: Callable[[Any], Any]) -> None:
 
 def craft_metadata(directory: Path) -> None:
     """Run code when the description is unpickled."""
-    crafted = Crafted(directory / "executed")
+    crafted = _mark(directory)
     edit_metadata(directory, lambda metadata: setattr(metadata, "planner_data", crafted))
 
 
 def _craft_object(directory: Path) -> None:
     """In place of the objects, whose place is described anew."""
-    crafted = torch_bytes([Crafted(directory / "executed")])
+    crafted = torch_bytes([_mark(directory)])
 
     def replace_objects(metadata: Any) -> None:
         for index, place in metadata.storage_data.items():
@@ -97,7 +100,7 @@ def _craft_object(directory: Path) -> None:
 
 
 def _craft_file(directory: Path, name: str) -> None:
-    torch.save({"x": Crafted(directory / "executed")}, directory / name)
+    torch.save({"x": _mark(directory)}, directory / name)
     forget_checksums(directory)
 
 

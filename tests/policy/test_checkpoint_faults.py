@@ -2,42 +2,18 @@
 
 import re
 import signal
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch
 
 from tests.distributed_launch import run_ranks, run_to_exit
 from tests.policy import checkpoint_fault_ranks as ranks
 from tests.policy.checkpoint_damages import WORDS
 from tests.policy.convert_models import assert_same
-from tests.policy.tiny_models import Models, Ranks, make_model
+from tests.policy.tiny_models import Models, Ranks
 
 pytestmark = pytest.mark.distributed
-
-MODES = ("synchronous", "asynchronous")
-
-
-@pytest.fixture(scope="module")
-def fitting(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """The models of the checkpoints, and those that these do not fit."""
-    root = tmp_path_factory.mktemp("models")
-    return models | {
-        "wide": make_model("qwen2", root / "wide", intermediate_size=64),
-        "deep": make_model("qwen2", root / "deep", num_hidden_layers=3),
-    }
-
-
-@pytest.fixture(scope="module")
-def killed(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root, scratch = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("scratch")
-    codes = run_to_exit(ranks.killed_saves, 1, models["qwen2"], root, scratch=scratch)
-    assert codes == [0], (scratch / "error_0").read_text()
-    assert _started_by_ranks(scratch) == []
-    return torch.load(scratch / "result_0", weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -47,45 +23,19 @@ def killed_peer(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Pat
     codes = run_to_exit(ranks.killed_peer, 2, models["qwen2"], root, scratch=scratch)
     assert codes[1] == -signal.SIGKILL
     assert codes[0] != 0
-    assert _started_by_ranks(scratch) == []
     assert [path.name for path in root.glob(".step_*.tmp")] == [".step_2.tmp"]
     return root
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    fitting: Models, killed_peer: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Ranks:
-    return run_ranks(ranks.two_ranks, 2, fitting, tmp_path_factory.mktemp("faults"), killed_peer)
+def two_ranks(models: Models, killed_peer: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks(ranks.two_ranks, 2, models, tmp_path_factory.mktemp("faults"), killed_peer)
 
 
 @pytest.fixture(scope="module")
 def delayed(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     root = tmp_path_factory.mktemp("delayed")
     return run_ranks(ranks.delayed_writers, 1, models["qwen2"], root)[0]
-
-
-def _started_by_ranks(scratch: Path) -> list[psutil.Process]:
-    """Processes that ranks started, also those that have lost their parent since."""
-    processes = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("TEST_SCRATCH") == str(scratch):
-                processes.append(process)
-    return psutil.wait_procs(processes, timeout=30)[1]
-
-
-@pytest.mark.parametrize("moment", ranks.KILLED)
-def test_after_a_kill_the_last_complete_checkpoint_loads_and_the_next_save_tidies_up(
-    killed: dict[str, Any], moment: str
-) -> None:
-    last = 2 if moment == "after the pointer moved" else 1
-    assert killed[moment] == {
-        "code": -signal.SIGKILL,
-        "loaded": f"step_{last}",
-        "extra": {"saved": last},
-        "left": ["latest", "step_3"],
-    }
 
 
 def test_when_a_rank_is_killed_in_its_writer_the_checkpoint_before_loads_on_all_ranks(
@@ -103,11 +53,7 @@ def test_a_rank_that_is_killed_while_it_reads_is_not_taken_for_damage(
     assert "LostPeerError: another rank exited" in (tmp_path / "error_0").read_text()
 
 
-REFUSALS = WORDS | {
-    "other model": "cannot be loaded into this model",
-    "other width": "cannot be loaded into this model",
-    "other depth": "cannot be loaded into this model",
-}
+REFUSALS = WORDS | {"other model": "cannot be loaded into this model"}
 OTHERWISE_ON_RANK_1 = {
     "scrambled metadata": ".metadata cannot be read",  # rank 0 compares it with its checksum first
     "scrambled rank file": "rng_1.pt cannot be read",
@@ -154,7 +100,7 @@ def test_the_checkpoint_before_a_damaged_one_loads_on_all_ranks(two_ranks: Ranks
     assert [rank["damage"]["previous"] for rank in two_ranks] == [{"saved": 1}] * 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -215,6 +161,4 @@ def test_an_error_of_the_background_writer_is_raised_by_the_next_poll(
 ) -> None:
     failed = delayed["_failed"]
     assert re.search("step_2.*File too large", failed["error"])
-    assert failed["extra"] == {"saved": 1}
-    assert failed["same"]
     assert failed["left"] == ["latest", "step_1", "step_3"]

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,10 @@ from torch.distributed.checkpoint.metadata import (
 from bapo_megatron.policy.checkpoint_files import METADATA_NAME, DamagedError
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader, hash_pieces, read_metadata
 from bapo_megatron.policy.checkpoint_shards import torch_bytes
+from tests.policy.checkpoint_damages import Crafted
 
 MEMBER = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 WHOLE = torch.arange(24.0).view(4, 6)
-
-
-class _Call:
-    """Pickled as a call."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._call = function, args
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._call
 
 
 def _read(directory: Path, data: Any) -> Metadata:
@@ -49,7 +39,7 @@ def test_members_of_torchs_enumerations_are_admitted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "name"),
     [
-        (_Call(getattr, Metadata, "__init__"), "builtins.getattr"),
+        (Crafted(getattr, Metadata, "__init__"), "builtins.getattr"),
         (Path, "pathlib.Path"),
         (eval, "builtins.eval"),
         (os.system, "posix.system"),

@@ -18,7 +18,7 @@ from bapo_megatron.policy import hf_weights, weight_table
 from bapo_megatron.policy.checkpoint import CheckpointSaver
 from bapo_megatron.policy.train_state import TrainState
 from tests.launch import run
-from tests.policy.checkpoint_damages import Limited
+from tests.policy.checkpoint_damages import limited
 from tests.policy.convert_models import COMPANIONS, assert_same, copy_with, run_convert, weights
 from tests.policy.layouts import Layout, Results, built, by_rank, layouts_of
 from tests.policy.parity_ranks import snapshot
@@ -262,7 +262,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing(
     deep_models: Models, converted: Models, tmp_path: Path, kind: str
 ) -> None:
     source = {"model": deep_models, "checkpoint": converted}[kind]["qwen2"]
-    with Limited(4096), pytest.raises(OSError, match=r"^[^\n]*File too large[^\n]*$"):
+    with limited(4096), pytest.raises(OSError, match=r"^[^\n]*File too large[^\n]*$"):
         run_convert(source, tmp_path / "target")
     assert not list(tmp_path.iterdir())
 
