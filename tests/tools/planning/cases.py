@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy.families.base import Experts, HfConfig, LatentAttention
 from bapo_megatron.policy.hf_config import read_hf_config_file
@@ -17,40 +16,48 @@ MODELS = Path(__file__).parent / "models"
 LENGTHS = (128, 256, 128)
 """Sequences of the micro-batch that small models run."""
 
-PARAMETERS: dict[str, tuple[dict[str, Any], ...]] = {
-    "deepseek-r1-distill-qwen-7b": ({}, {"tensor": 4, "pipeline": 2, "virtual_pipeline": 7}),
-    "deepseek-r1-distill-qwen-32b": (
-        {"tensor": 4, "sequence": True, "pipeline": 4, "virtual_pipeline": 4},
-        {"pipeline": 8},
-    ),
-    "octothinker-3b": (
-        {},
-        {"tensor": 2, "pipeline": 2},
-        {"pipeline": 4, "virtual_pipeline": 7},
-    ),
-    "qwen3-0.6b": ({"tensor": 4, "pipeline": 7, "virtual_pipeline": 2},),
-    "qwen3-30b-a3b": (
-        {"expert": 16},
-        {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 2},
-    ),
-    "qwen3.5-27b": ({"tensor": 4, "sequence": True, "pipeline": 2},),
-    "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
-    "moonlight-16b-a3b": (
-        {"expert": 8},
-        {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 3},
-    ),
+PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{model} {' '.join(f'{key}={value}' for key, value in parallel.items())}": (model, parallel)
+    for model, layouts in {
+        "deepseek-r1-distill-qwen-7b": (
+            {},
+            {"tensor": 2, "sequence": True},
+            {"tensor": 4, "sequence": True},
+            {"tensor": 2, "pipeline": 2},
+            {"tensor": 4, "pipeline": 2, "virtual_pipeline": 7},
+            {"tensor": 4, "sequence": True, "context": 2},
+        ),
+        "deepseek-r1-distill-qwen-32b": (
+            {"tensor": 8, "sequence": True, "pipeline": 2, "context": 4},
+            {"tensor": 4, "sequence": True, "pipeline": 4, "virtual_pipeline": 4},
+            {"pipeline": 8},
+        ),
+        "octothinker-3b": (
+            {},
+            {"tensor": 2, "sequence": True},
+            {"tensor": 8, "sequence": True},
+            {"tensor": 2, "pipeline": 2},
+            {"pipeline": 4, "virtual_pipeline": 7},
+        ),
+        "qwen3-0.6b": ({"tensor": 2}, {"tensor": 4, "pipeline": 7, "virtual_pipeline": 2}),
+        "qwen3-30b-a3b": (
+            {"expert": 16},
+            {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 2},
+            {"tensor": 4, "sequence": True, "context": 2, "expert": 8, "expert_tensor": 1},
+        ),
+        "qwen3.5-27b": (
+            {"tensor": 4, "sequence": True, "pipeline": 2},
+            {"tensor": 2, "sequence": True, "pipeline": 2, "context": 4},
+        ),
+        "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
+        "moonlight-16b-a3b": (
+            {"expert": 8},
+            {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 3},
+        ),
+    }.items()
+    for parallel in layouts
 }
 """Published models, with tied and untied embeddings, in layouts of every kind."""
-
-
-def parameter_cases() -> list[tuple[str, ParallelConfig]]:
-    """Those, and the models and layouts of the runs on clusters in configs/."""
-    from tests.config.shipped import CLUSTER_RUNS, hf_config_file, load_shipped
-
-    cases = [(model, ParallelConfig(**p)) for model, layouts in PARAMETERS.items() for p in layouts]
-    shipped = [load_shipped(name) for name in CLUSTER_RUNS]
-    return cases + [(hf_config_file(config).stem, config.parallel) for config in shipped]
-
 
 SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "none": ("qwen2", "bfloat16", {}, {}),
@@ -67,6 +74,31 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "latents, selective": ("deepseek_v3", "bfloat16", {}, {"recompute": "selective"}),
 }
 """Small models whose kept activations are measured."""
+
+MESSAGES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+}
+"""Layouts whose collectives within the model are recorded."""
+
+STATE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one rank": ("bfloat16", {}, {}),
+    "divided": ("bfloat16", {"tensor": 2, "context": 2}, {}),
+    "float32": ("float32", {"context": 2}, {}),
+}
+"""Small models whose buffers are measured."""
+
+FROZEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("qwen3", {}),
+    "tied, divided": ("qwen3", {"tensor": 2, "sequence": True, "pipeline": 2}),
+    "untied, interleaved": ("qwen2", {"pipeline": 2, "virtual_pipeline": 2}),
+}
+"""Tiny models of four layers (``tests.policy.tiny_models``) that are built as frozen ones."""
+
+IN_FLIGHT = [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 8), (4, 2, 8), (4, 4, 4), (4, 2, 4)]
+"""(pipeline, virtual_pipeline, micro-batches)."""
+
 
 EXPERTS = ("qwen3_moe", "deepseek_v3")
 

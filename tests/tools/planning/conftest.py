@@ -1,5 +1,3 @@
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,9 +6,18 @@ from tests.distributed_launch import run_ranks
 
 
 @pytest.fixture(scope="session")
-def measured() -> Callable[[str], Any]:
-    """What Megatron builds and keeps: calls a function of tests/tools/planning/measured.py once."""
-    return functools.cache(lambda part: run_ranks(_measure, 1, part)[0])
+def measured() -> dict[str, Any]:
+    """What Megatron builds, keeps and sends (tests/tools/planning/measured.py).
+
+    Each part is measured when a test first asks for it.
+    """
+    return _Measured()
+
+
+class _Measured(dict[str, Any]):
+    def __missing__(self, part: str) -> Any:
+        (self[part],) = run_ranks(_measure, 1, part)
+        return self[part]
 
 
 def _measure(part: str) -> Any:

@@ -1,23 +1,20 @@
-"""Plans with a reference or a teacher: memory and time by hand."""
+"""Plans with a reference or a teacher: memory and time by hand, and models as they are built."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
-from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.tools.planning.memory import stage_parameters, waiting_parameters
 from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
-from bapo_megatron.tools.planning.scenario import FrozenSpec, Layout
-from tests.tools.planning.cases import published, run_config, small_model
+from bapo_megatron.tools.planning.scenario import FrozenSpec
+from tests.tools.planning.cases import FROZEN, layout_of, published, run_config
 from tests.tools.planning.test_plan import COLOCATED, RUN_7B, configured
 
 TEACHER_32B = {"path": "models/32b", "memory": "host"}
 DISTILLED = {"distillation": {"coefficient": 1.0, "teacher": TEACHER_32B}}
 OVER_VOCABULARY = {"distillation": {**DISTILLED["distillation"], "loss": "reverse_kl"}}
 CHUNKED = {"ops": {"logits_chunk_tokens": 1024}}
-TIED = replace(small_model("qwen3", 4), tied_embeddings=True)
 
 # 64 layers of 5120 hidden, 5120 query, 1024 key and 27,648 MLP channels over 4 ranks.
 LAYER_32B = (2 * 5120**2 + 2 * 1024 * 5120 + 3 * 5120 * 27_648 + 5120 + 2 * 1024) // 4 + 2 * 5120
@@ -34,34 +31,30 @@ def plan_scored(options: PlanOptions | None = None, model: str = "", **changes: 
     return make_plan(config, policy, options or PlanOptions(gpus=8), frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hf", "layout", "stages"),
+    ("case", "stages"),
     [
-        # 4 layers of 640 in norms and 3392 · 256 in projections; 512 rows of 256; a final norm.
+        # 4 layers of 96 in norms and 336 · 32 in projections; 128 padded rows of 32; a final norm.
         # The head, which is the embedding, stays on the GPU.
-        (TIED, Layout(), [(3_607_296, 3_476_224)]),
+        ("tied", [(47_520, 43_424)]),
         # Two ranks divide projections and tables; the last stage has a copy of the embedding.
-        (
-            TIED,
-            Layout(tensor=2, sequence=True, pipeline=2),
-            [(935_168, 935_168), (935_424, 869_888)],
-        ),
-        # 2 layers of 512 in norms, 384 in biases and 2752 · 256 in projections; a table each.
-        (
-            small_model("qwen2", 4),
-            Layout(pipeline=2, virtual=2),
-            [(1_541_888, 1_541_888), (1_542_144, 1_411_072)],
-        ),
+        ("tied, divided", [(12_992, 12_992), (13_024, 10_976)]),
+        # 2 layers of 64 in norms, 64 in biases and 240 · 32 in projections; a table each.
+        ("untied, interleaved", [(19_712, 19_712), (19_744, 15_648)]),
     ],
 )
-def test_every_stage_of_a_frozen_model_has_its_parameters_by_hand(
-    hf: HfConfig, layout: Layout, stages: list[tuple[int, int]]
+def test_every_stage_of_a_frozen_model_has_the_parameters_that_are_built(
+    case: str, stages: list[tuple[int, int]], measured: dict[str, Any]
 ) -> None:
-    model = FrozenSpec(TEACHER_KEY, hf, waits_in_host=True, keeps_hidden=True)
-    assert stages == [
-        (stage_parameters(hf, layout, stage), waiting_parameters(model, layout, stage))
+    _, parallel = FROZEN[case]
+    built, layout = measured["frozen"][case], layout_of(parallel)
+    model = FrozenSpec(TEACHER_KEY, built["hf"], waits_in_host=True, keeps_hidden=True)
+    planned = [
+        (stage_parameters(model.hf, layout, stage), waiting_parameters(model, layout, stage))
         for stage in range(layout.pipeline)
     ]
+    assert planned == built["stages"] == stages
 
 
 def test_the_memory_of_a_7b_run_with_a_32b_teacher_in_host_memory_by_hand() -> None:

@@ -1,6 +1,5 @@
-"""Parameters and activations of a plan: what Megatron builds and keeps."""
+"""Parameters, state and activations of a plan: what Megatron builds, allocates and keeps."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,34 +12,36 @@ from bapo_megatron.tools.planning.memory import (
     logits_bytes,
     model_parameters,
     norm_bytes,
+    plan_memory,
     recomputed_bytes,
     stage_parameters,
     workspace_bytes,
 )
-from bapo_megatron.tools.planning.scenario import Layout, configured_layout
+from bapo_megatron.tools.planning.scenario import Layout, plan_workload
 from tests.tools.planning.cases import (
+    IN_FLIGHT,
     LENGTHS,
+    PARAMETERS,
     SAVED,
+    STATE,
     layout_of,
-    parameter_cases,
     published,
     scenario,
     small_model,
 )
 
 TOKENS = sum(LENGTHS)
-CASES = parameter_cases()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(CASES)))
+@pytest.mark.parametrize("case", PARAMETERS)
 def test_every_stage_has_the_parameters_that_megatron_builds(
-    number: int, measured: Callable[[str], Any]
+    case: str, measured: dict[str, Any]
 ) -> None:
-    model, parallel = CASES[number]
-    hf, layout = published(model), configured_layout(parallel, None)
+    model, parallel = PARAMETERS[case]
+    hf, layout = published(model), layout_of(parallel)
     planned = [stage_parameters(hf, layout, stage) for stage in range(layout.pipeline)]
-    assert planned == [sum(chunks) for chunks in measured("parameters")[number]]
+    assert planned == [sum(chunks) for chunks in measured["parameters"][case]]
 
 
 def test_biases_of_all_projections_of_attention_are_counted() -> None:
@@ -66,12 +67,28 @@ def test_a_whole_model_has_its_published_number_of_parameters(model: str, parame
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", STATE)
+def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
+    dtype, parallel, megatron = STATE[case]
+    run = scenario(
+        small_model("qwen2", 4),
+        layout_of(parallel),
+        model={"path": "x", "dtype": dtype},
+        parallel=parallel,
+        megatron=megatron,
+    )
+    (memory,) = plan_memory(run, plan_workload(run))
+    state = measured["state"][case]
+    assert memory.weights_bytes == state["weights"]
+    # Buffers are padded to multiples of 128 elements, and each parameter in them to 64.
+    assert memory.gradients_bytes == pytest.approx(state["gradients"], rel=2e-3)
+    assert memory.optimizer_bytes == pytest.approx(state["masters"] + state["moments"], rel=2e-3)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED)
 @pytest.mark.exhaustive
-def test_activations_are_those_that_autograd_keeps(
-    case: str, measured: Callable[[str], Any]
-) -> None:
-    kept = measured("saved")[case]
+def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str, Any]) -> None:
     family, dtype, parallel, megatron = SAVED[case]
     model = {"path": "x", "dtype": dtype}
     run = scenario(
@@ -79,14 +96,14 @@ def test_activations_are_those_that_autograd_keeps(
     )
     layers = chunk_bytes(run) * TOKENS
     # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.
-    assert kept["per_4_layers"] == pytest.approx(layers, rel=1e-6)
+    assert measured["saved"][case]["per_4_layers"] == pytest.approx(layers, rel=1e-6)
     # Token ids (8 bytes each), and a cosine and a sine for each of 32 channels.
-    beside = kept["total"] - layers - norm_bytes(run) * TOKENS
+    beside = measured["saved"][case]["total"] - layers - norm_bytes(run) * TOKENS
     assert 0 <= beside <= (8 + 2 * 4 * 32) * TOKENS + 1024
     # The workspace is an estimate: which temporaries live at the same time is autograd's order.
     passing = (recomputed_bytes(run) + workspace_bytes(run)) * TOKENS
     peak = layers + max(passing, logits_bytes(run, TOKENS))
-    assert peak == pytest.approx(kept["peak"], rel=0.1)
+    assert peak == pytest.approx(measured["saved"][case]["peak"], rel=0.1)
 
 
 def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
@@ -124,21 +141,14 @@ def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> No
     assert logits_bytes(scenario(hf, layout), 65536) > 65536 * 2 * columns
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "virtual", "micro_batches", "waiting"),
-    [
-        (1, 1, 8, [1]),
-        (4, 1, 8, [4, 3, 2, 1]),
-        (4, 1, 2, [2, 2, 2, 1]),
-        # A stage waits for twice as many chunks as there are stages behind it, and for p of each
-        # of its chunks but one.
-        (4, 2, 8, [11, 9, 7, 5]),
-        (4, 4, 4, [16, 16, 15, 13]),
-    ],
-)
-def test_chunks_in_flight_are_those_of_megatron_s_schedules(
-    pipeline: int, virtual: int, micro_batches: int, waiting: list[int]
-) -> None:
-    layout = Layout(pipeline=pipeline, virtual=virtual)
-    stages = range(pipeline)
-    assert [chunks_in_flight(layout, stage, micro_batches) for stage in stages] == waiting
+@pytest.mark.slow
+def test_chunks_in_flight_are_those_of_megatron_s_schedules(measured: dict[str, Any]) -> None:
+    planned = [
+        [
+            chunks_in_flight(Layout(pipeline=pipeline, virtual=virtual), stage, micro_batches)
+            for stage in range(pipeline)
+        ]
+        for pipeline, virtual, micro_batches in IN_FLIGHT
+    ]
+    assert planned == measured["in_flight"]
+    assert planned[2] == [4, 3, 2, 1]

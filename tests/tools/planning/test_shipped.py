@@ -1,4 +1,4 @@
-"""Every file in configs/ can be planned."""
+"""Every file in configs/ can be planned, and the layouts of those for clusters are built."""
 
 from dataclasses import replace
 
@@ -8,7 +8,15 @@ from bapo_megatron.policy.families.base import Experts
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from tests.config.shipped import CLUSTER_RUNS, FRAGMENTS, NAMES, hf_config_file, load_shipped
-from tests.tools.planning.cases import small_model
+from tests.tools.planning.cases import PARAMETERS, layout_of, small_model
+
+
+@pytest.mark.parametrize("name", CLUSTER_RUNS)
+def test_the_layout_of_a_run_on_a_cluster_is_built_on_the_meta_device(name: str) -> None:
+    config = load_shipped(name)
+    parallel = config.parallel.model_dump(exclude_defaults=True, exclude={"timeout_s"})
+    built = [(model, layout_of(sizes)) for model, sizes in PARAMETERS.values()]
+    assert (hf_config_file(config).stem, layout_of(parallel)) in built
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in {*CLUSTER_RUNS, *FRAGMENTS}])

@@ -1,6 +1,8 @@
-"""Bytes of a plan against hand counts of what Megatron's model sends."""
+"""Bytes of a plan against the collectives that Megatron's model calls, and against hand counts."""
 
 from typing import Any
+
+import pytest
 
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.tools.planning.scenario import Scenario
@@ -10,9 +12,16 @@ from bapo_megatron.tools.planning.timing import (
     pipeline_bytes,
     tensor_bytes,
 )
-from tests.tools.planning.cases import layout_of, run_config, scenario, small_model
+from tests.tools.planning.cases import (
+    LENGTHS,
+    MESSAGES,
+    layout_of,
+    run_config,
+    scenario,
+    small_model,
+)
 
-TOKENS = 512
+TOKENS = sum(LENGTHS)
 
 
 def run_of(parallel: dict[str, Any], **megatron: Any) -> Scenario:
@@ -20,20 +29,45 @@ def run_of(parallel: dict[str, Any], **megatron: Any) -> Scenario:
     return scenario(small_model("qwen2", 4), layout_of(parallel), megatron=megatron)
 
 
-def test_tensor_parallel_sends_a_sum_for_each_product_and_gathers_inputs_again() -> None:
-    # Nine sums (two in each of four layers, the embedding's) of 512 tokens · 256 · 2 bytes, an
-    # all-reduce each over two ranks; as many of gradients.
-    plain, sequence = run_of({"tensor": 2}), run_of({"tensor": 2, "sequence": True})
-    assert tensor_bytes(plain, TOKENS, trains=False) == 9 * 262_144
-    assert tensor_bytes(plain, TOKENS, trains=True) == 18 * 262_144
-    # The same; inputs are gathered once more for the backward pass, half a hidden state each.
-    assert tensor_bytes(sequence, TOKENS, trains=False) == 9 * 262_144
-    assert tensor_bytes(sequence, TOKENS, trains=True) == 22.5 * 262_144
+def sent(measured: dict[str, Any], case: str, *passes: str) -> float:
+    """What each of two ranks in a ring sends for the collectives that Megatron's model called."""
+    share = {"all-gather": 1 / 2, "reduce-scatter": 1 / 2, "all-reduce": 2 / 2}
+    return sum(
+        share[key.split()[1]] * sum(sizes)
+        for key, sizes in measured["messages"][case].items()
+        if key.split()[0] in passes
+    )
 
 
-def test_context_parallel_sends_keys_and_values() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "forward", "both"),
+    [
+        # Nine sums (two in each of four layers, the embedding's) of 512 tokens · 256 · 2 bytes, an
+        # all-reduce each over two ranks; as many of gradients.
+        ("tensor", 9 * 262_144, 18 * 262_144),
+        # The same; inputs are gathered once more for the backward pass, half a hidden state each.
+        ("sequence", 9 * 262_144, 22.5 * 262_144),
+    ],
+)
+def test_tensor_parallel_sends_what_megatron_s_model_sends(
+    case: str, forward: float, both: float, measured: dict[str, Any]
+) -> None:
+    run = run_of(MESSAGES[case])
+    assert tensor_bytes(run, TOKENS, trains=False) == forward == sent(measured, case, "forward")
+    assert tensor_bytes(run, TOKENS, trains=True) == both
+    assert sent(measured, case, "forward", "backward") == both
+
+
+@pytest.mark.slow
+def test_context_parallel_sends_keys_and_values(measured: dict[str, Any]) -> None:
     # Keys and values of 64 channels each, of the 256 tokens of a rank: 65,536 bytes in 4 layers.
-    assert context_bytes(run_of({"context": 2}), TOKENS // 2) == 4 * 65_536
+    once = context_bytes(run_of(MESSAGES["context"]), TOKENS // 2)
+    assert once == 4 * 65_536
+    assert once == sum(measured["messages"]["context"]["forward all-gather"]) / 2
+    # A ring passes keys and values round again, which our own attention does not.
+    sizes = measured["messages"]["context"]["backward reduce-scatter"]
+    assert once == sum(sizes) / 2
 
 
 def test_full_recomputation_repeats_the_sums_of_layers() -> None:
