@@ -100,7 +100,7 @@ def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves
     data.write_text('{"prompt": "1+1=?", "answer": "2"}\n')
     settings = {
         "run_dir": run_dir,
-        "algorithm.advantage": "tests.trainer.exiting:exits",
+        "algorithm.advantage": "tests.trainer.late_import:centred",
         "replay.dumps": "null",
         "rollout.engine": "local",  # with a collector of its own
         "rollout.groups_per_step": 2,
@@ -111,7 +111,7 @@ def test_a_signal_while_rank_0_waits_for_another_rank_ends_everything_and_leaves
     overrides = [f"{name}={value}" for name, value in settings.items()]
     process = Launched(
         ["train", str(replay_config), *overrides],
-        environment={"PET_SHUTDOWN_TIMEOUT": "240", "TMPDIR": str(scratch), "LATE_RANK": "1"},
+        environment={"PET_SHUTDOWN_TIMEOUT": "240", "TMPDIR": str(scratch)},
     )
     started.append(process)
     wait_for(process, (run_dir / "config.yaml").exists, "rank 0")
@@ -143,7 +143,6 @@ def _handles(process: psutil.Process, number: signal.Signals) -> bool:
 def test_ctrl_c_before_the_first_checkpoint_saves_the_steps_and_leaves_no_process(
     start_long: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    # test_checkpointing.py kills torchrun.
     run_dir = tmp_path / "run"
     process = start_long(run_dir)
     wait_for(process, lambda: len(steps(run_dir)) >= 2, "two steps")
