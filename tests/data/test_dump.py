@@ -1,7 +1,9 @@
 import dataclasses
+import errno
 import hashlib
 import json
 import math
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -364,3 +366,14 @@ def test_a_token_beyond_the_vocabulary_is_named_with_its_position(tokens, place)
 
     with pytest.raises(DumpError, match=rf"sample 0 of group 0: {place}\[2\] .* got 5000"):
         decode_batch(encoded, 5000)
+
+
+def test_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    def no_space(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match=r"'.*step_5\.parquet'"):
+        write_batch(tmp_path / "step_5.parquet", make_batch())
+
+    assert list(tmp_path.iterdir()) == []
