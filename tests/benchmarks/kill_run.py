@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import OmegaConf
 
 from tests.benchmarks.kill_account import Account, Shape, audit, different_files
 from tests.launch import REPOSITORY, free_port
-from tests.trainer.chaos import GROUPS_PER_STEP, steps, write_config
+from tests.trainer.chaos import steps
 from tests.trainer.dumps import make_random_model
+from tests.trainer.runs import write_run
 
 MARK = "BAPO_MEGATRON_KILL_CAMPAIGN"
 """Environment variable that every process of the campaign inherits."""
 KEYS = {"BAPO_MEGATRON_ADMIN_API_KEY": "kill-admin" * 2, "BAPO_MEGATRON_API_KEY": "kill" * 4}
 DISK_BYTES = 400 << 20
+GROUPS_PER_STEP = 4
 LAST_STEPS = 3
 """Steps that are left after the last fault."""
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "freeze": signal.SIGSTOP}
@@ -114,26 +115,37 @@ class KilledRun:
         disk = self.directory / "disk"
         disk.mkdir(parents=True)
         mount(disk, f"size={DISK_BYTES}")
-        self.config = write_config(self.directory, make_random_model(self.directory / "model"))
         addresses = [f"http://127.0.0.1:{self.port + number}" for number in range(2)]
         # Limits are far above what a busy machine takes: nothing but the faults may end anything.
-        settings = {
-            "run_dir": str(self.run_dir),
-            "parallel": {"tensor": 2},
-            "optimizer": {"lr": 1e-3},
-            "reward": {"workers": 2},
-            "rollout": {
+        health = {"interval_s": 0.5, "timeout_s": 10, "stuck_timeout_s": 40}
+        self.config = write_run(
+            self.directory,
+            make_random_model(self.directory / "model"),
+            run_dir=str(self.run_dir),
+            parallel={"tensor": 2},
+            reward={"workers": 2},
+            rollout={
+                "max_response_tokens": 160,
+                "temperature": 1.0,
+                "oversample_groups": 2,
+                "async_steps": 1,
+                "stream_tokens": 8,
                 "weight_sync": {"method": self.method, "timeout_s": 60},
                 "min_servers": 1,
-                "server": {"start_timeout_s": _LIMIT_S},
-                "health": {"patience_s": 2 * _LIMIT_S},
+                "server": {
+                    "count": 2,
+                    "max_total_tokens": 8192,
+                    "mem_fraction": 0.2,
+                    "start_timeout_s": _LIMIT_S,
+                },
+                "health": {**health, "patience_s": 2 * _LIMIT_S},
                 **({"servers": addresses} if self.is_served else {}),
             },
-            "train": {"steps": 1_000_000},
-            "checkpoint": {"every_steps": 3},
-        }
-        whole = OmegaConf.merge(OmegaConf.load(self.config), settings)
-        OmegaConf.save(whole, self.config)
+            algorithm={"updates_per_batch": 2},
+            train={"steps": 1_000_000},
+            checkpoint={"every_steps": 3},
+            eval={"sets": []},
+        )
 
     @property
     def run_dir(self) -> Path:
