@@ -104,7 +104,7 @@ def rank_zero_address(servers: Sequence[str], configured: str) -> str:
 def choose_backend(configured: str, device: torch.device, servers: Sequence[str]) -> str:
     """Resolve ``rollout.weight_sync.backend``.
 
-    NCCL allows one member per GPU, and a local engine may be on rank 0's.
+    NCCL refuses two members on one GPU by default, and a local engine may be on rank 0's.
     """
     if configured != "auto":
         return configured

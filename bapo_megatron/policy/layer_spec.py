@@ -11,6 +11,8 @@ H = heads on this rank, G = key/value groups on this rank, D = channels of a hea
 
 import copy
 import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,6 +49,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from bapo_megatron.policy.delta_net import PackedGatedDeltaNet, use_twins
+from bapo_megatron.policy.experts import GroupedExperts
 from bapo_megatron.policy.families.base import HfConfig
 
 
@@ -113,6 +116,9 @@ def _layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
         _add_output_bias(layer)
     if hf.has_experts(number):
         submodules.pre_mlp_layernorm = RMSNorm  # router, experts and shared experts share it
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        modules = submodules.mlp.keywords["submodules"]
+        modules.experts = partial(GroupedExperts, submodules=linears)
     else:
         submodules.pre_mlp_layernorm = IdentityOp
         mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -227,6 +233,14 @@ class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
         }
 
 
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of a packed batch, with the lengths on the host."""
+
+    lengths: Sequence[int] = ()
+    """Of the whole sequences, which context-parallel ranks divide."""
+
+
 class PackedRotaryEmbedding(nn.Module):
     """Rotations of the tokens of a packed batch, computed once for all layers.
 
@@ -238,13 +252,13 @@ class PackedRotaryEmbedding(nn.Module):
         super().__init__()
         self.by_position, self.dtype = by_position, dtype
 
-    def get_rotary_seq_len(self, *args: Any) -> PackedSeqParams:
+    def get_rotary_seq_len(self, *args: Any) -> PackedSequences:
         """Return what GPTModel gives to ``forward``, in place of a length."""
-        packed_seq_params: PackedSeqParams = args[-1]
+        packed_seq_params: PackedSequences = args[-1]
         return packed_seq_params
 
     def forward(
-        self, packed_seq_params: PackedSeqParams, *, cp_group: Any, **options: Any
+        self, packed_seq_params: PackedSequences, *, cp_group: Any, **options: Any
     ) -> Tensor:
         """Return cosine and sine for each token of this context rank, [2, N, 1, D]."""
         angles = self.by_position(packed_seq_params.max_seqlen_q, **options)
@@ -252,7 +266,7 @@ class PackedRotaryEmbedding(nn.Module):
         return torch.stack([angles_N1D.cos(), angles_N1D.sin()]).to(self.dtype)
 
     def get_cached_cos_sin(
-        self, packed_seq_params: PackedSeqParams, *, packed_seq: bool, **options: Any
+        self, packed_seq_params: PackedSequences, *, packed_seq: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Return cosine and sine for MLA, [N, 1, D] each; YaRN scales them."""
         angles, factor = self.by_position(packed_seq_params.max_seqlen_q, packed_seq=packed_seq)
@@ -262,12 +276,12 @@ class PackedRotaryEmbedding(nn.Module):
         )
 
     def _angles_by_token(
-        self, angles_S11D: Tensor, packed_seq_params: PackedSeqParams, cp_group: Any
+        self, angles_S11D: Tensor, packed_seq_params: PackedSequences, cp_group: Any
     ) -> Tensor:
         group = self.by_position.cp_group if cp_group is None else cp_group
         size, rank = group.size(), group.rank()
         angles, parts = angles_S11D[:, :, 0], []
-        for length in packed_seq_params.cu_seqlens_q.diff().tolist():
+        for length in packed_seq_params.lengths:
             if size == 1:
                 parts.append(angles[:length])
             else:
@@ -363,11 +377,11 @@ class PackedCausalAttention(nn.Module):
         value_NGD: Tensor,
         attention_mask: None,
         *,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSequences,
         **options: Any,
     ) -> Tensor:
         """Return [N, H · D]."""
-        lengths = (packed_seq_params.cu_seqlens_q.diff() // self.context.size()).tolist()
+        lengths = [length // self.context.size() for length in packed_seq_params.lengths]
         keys, values = self._sequences(key_NGD, lengths), self._sequences(value_NGD, lengths)
         parts = zip(query_NHD.split(lengths), keys, values, strict=True)
         return torch.cat([self._attend(*part) for part in parts]).flatten(1)

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_kept, find_tensors, load_weights, local_weights
+from bapo_megatron.policy.layer_spec import PackedSequences
 from bapo_megatron.policy.lora import Lora, load_adapter, write_adapter
 from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
 from bapo_megatron.policy.routers import Routers
@@ -250,21 +250,22 @@ class Model:
 
     def _packed_seq_params(
         self, host_batch: MicroBatch, micro_batch: MicroBatch
-    ) -> PackedSeqParams:
+    ) -> PackedSequences:
         """Describe the sequences; the host copy has their lengths, so nothing waits for a GPU.
 
         Megatron keeps a table of rotations for each of the last 32 longest lengths, 32 MB each at
         64k tokens; any upper bound is right, so few different ones are passed.
         """
-        max_tokens = int(host_batch.cu_seqlens.diff().max())
+        lengths = host_batch.cu_seqlens.diff().tolist()
         multiple = math.lcm(4096, 2 * self.groups.context.size())
-        max_tokens = -(-max_tokens // multiple) * multiple
-        return PackedSeqParams(
+        max_tokens = -(-max(lengths) // multiple) * multiple
+        return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=micro_batch.cu_seqlens,
             cu_seqlens_kv=micro_batch.cu_seqlens,
             max_seqlen_q=max_tokens,
             max_seqlen_kv=max_tokens,
+            lengths=lengths,
         )
 
 

@@ -3,9 +3,11 @@
 No package is imported for this, because torch alone takes seconds.
 """
 
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -52,6 +54,17 @@ def own_software() -> Software:
     }
     known = {name: version for name, version in versions.items() if version is not None}
     return Software(commit_of(_ROOT), known)
+
+
+def nccl_version() -> str:
+    """Return the version of the loaded library; torch knows the one that it was built with."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
+    except OSError:
+        return "not loaded"
+    number = version.value
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def installed_version(name: str) -> str | None:

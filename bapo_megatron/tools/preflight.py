@@ -5,7 +5,6 @@ differs between nodes and what is below a floor, and names the nodes.
 """
 
 import asyncio
-import ctypes
 import os
 import shutil
 import socket
@@ -34,7 +33,7 @@ from bapo_megatron.runtime.distributed import init_world
 from bapo_megatron.runtime.files import sampled_digest
 from bapo_megatron.runtime.gpus import count_gpus
 from bapo_megatron.runtime.processes import launched_number, nccl_settings
-from bapo_megatron.runtime.versions import own_software
+from bapo_megatron.runtime.versions import nccl_version, own_software
 from bapo_megatron.tools.doctor import Diagnosis
 from bapo_megatron.tools.planning.memory import OPTIMIZER_BYTES, model_parameters
 
@@ -135,7 +134,7 @@ def _describe_node(config: RunConfig) -> Node:
         num_ranks=num_ranks,
         gpus={"GPUs": str(len(gpus)), "ranks": str(num_ranks), **gpus},
         settings=settings | nccl_settings(),
-        versions=own_software().settings() | {"NCCL": _nccl_version()},
+        versions=own_software().settings() | {"NCCL": nccl_version()},
         model={str(path): _identity(path) for path in (*folders, *files)},
         data={str(path): _identity(path) for path in config.files.values()},
         disks={str(path): _measure_disk(path) for path in sorted(disks)},
@@ -148,17 +147,6 @@ def _query_gpus() -> list[str]:
     query = "--query-gpu=name,memory.total,driver_version,clocks.max.sm"
     command = ["nvidia-smi", query, "--format=csv,noheader"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-
-
-def _nccl_version() -> str:
-    """Return the version of the loaded library; torch knows the one that it was built with."""
-    version = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD).ncclGetVersion(ctypes.byref(version))
-    except OSError:
-        return "not loaded"
-    number = version.value
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def _identity(path: Path) -> str:

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 import torch
 
 from bapo_megatron import __version__
 from bapo_megatron.runtime import versions
-from bapo_megatron.runtime.versions import Software, commit_of, own_software
+from bapo_megatron.runtime.versions import Software, commit_of, nccl_version, own_software
 
 
 def test_the_commit_is_that_of_the_checkout_and_says_whether_files_were_changed(tmp_path) -> None:
@@ -61,3 +63,15 @@ def test_the_cuda_of_a_build_is_read_without_importing_it(tmp_path, monkeypatch)
 def test_software_is_two_lines_for_people() -> None:
     software = Software(None, {"bapo-megatron": "0.1.0", "python": "3.11.7"})
     assert software.lines() == ["commit unknown", "bapo-megatron 0.1.0, python 3.11.7"]
+
+
+@pytest.mark.parametrize(("number", "version"), [(22703, "2.27.3"), (23007, "2.30.7")])
+def test_the_version_of_nccl_is_the_loaded_library_s(
+    number: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        def ncclGetVersion(self, value: Any) -> None:
+            value._obj.value = number
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: {"libnccl.so.2": Library()}[name])
+    assert nccl_version() == version

@@ -29,7 +29,7 @@ _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("colocated", (False,), "its memory is the collector's"),
     ("weight_sync.in_flight", ("abort", "retract"), "it drops the KV cache of old weights"),
     ("weight_sync.method", ("broadcast", "disk"), "weights arrive by a group or a directory"),
-    ("weight_sync.backend", ("auto", "gloo"), "NCCL cannot place two ranks on one GPU"),
+    ("weight_sync.backend", ("auto", "gloo"), "NCCL refuses two ranks on one GPU by default"),
 )
 """Keys of ``rollout``, the values that it supports, and why no others."""
 

@@ -116,7 +116,7 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
     if sync.method == "broadcast" and sync.backend != "gloo":
         raise ConfigError(
             "rollout.weight_sync.method: must be tensor or disk with rollout.colocated, got "
-            f"broadcast by {sync.backend}: NCCL cannot place two ranks on one GPU; set "
+            f"broadcast by {sync.backend}: NCCL refuses two ranks on one GPU by default; set "
             "rollout.weight_sync.method=tensor"
         )
 

@@ -187,7 +187,7 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     chunk = chunk_bytes(case)
     if layout.pipeline > 1 and case.assumptions.layers == "local":
         chunk += case.hidden_bytes  # what a stage received; Transformer Engine keeps it anyway
-    workspace = (recomputed_bytes(case) + workspace_bytes(case)) * tokens
+    workspace = (recomputed_bytes(case) + workspace_bytes(case)) * tokens + stacked_bytes(case)
     head_bytes = logits_bytes(case, tokens)
     lora = case.config.model.lora
     # Master weights, unless what is trained is float32 itself, and two moments.
@@ -244,6 +244,16 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
     return stages
 
 
+def stacked_bytes(case: Scenario) -> float:
+    """Return the copy of a layer's gate and up weights that a grouped product of experts takes."""
+    layout, hf = case.layout, case.hf
+    if not case.groups_experts:
+        return 0.0
+    layers = range(hf.num_layers)
+    largest = max(expert_parameters(hf, layer, layout.expert_ranks) for layer in layers)
+    return case.element_bytes * largest * 2 / 3
+
+
 def chunk_bytes(case: Scenario) -> float:
     """Return the bytes per token that a chunk's layers keep between forward and backward pass.
 
@@ -289,7 +299,8 @@ def layer_tensors(
     if case.config.model.lora.rank:
         _change_for_adapters(tensors, case)
     if case.assumptions.layers == "local":
-        tensors["silu(gate), up"] = 2 * mlp
+        grouped = _visited_bytes(case) if case.groups_experts else 0.0  # they keep no copy of up
+        tensors["silu(gate), up"] = 2 * mlp - grouped
     return tensors
 
 
@@ -360,9 +371,14 @@ def mlp_bytes(case: Scenario) -> float:
     experts = case.hf.experts
     if experts is None:
         return case.divided_bytes(case.hf.intermediate_size)
+    return _visited_bytes(case) + case.divided_bytes(experts.shared_intermediate_size)
+
+
+def _visited_bytes(case: Scenario) -> float:
+    experts = case.hf.experts
+    assert experts is not None
     visited = case.element_bytes * experts.per_token * experts.intermediate_size
-    shared = case.divided_bytes(experts.shared_intermediate_size)
-    return visited / case.layout.sequence_ranks + shared
+    return visited / case.layout.sequence_ranks
 
 
 def _kind_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> list[float]:

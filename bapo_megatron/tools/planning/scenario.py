@@ -295,6 +295,12 @@ class Scenario:
         return self.element_bytes * channels // self.layout.tensor
 
     @property
+    def groups_experts(self) -> bool:
+        """Whether our own layers compute a rank's experts together (``policy.experts``)."""
+        is_local = self.assumptions.layers == "local"
+        return is_local and self.hf.experts is not None and not self.config.model.lora.rank
+
+    @property
     def recomputes_all(self) -> bool:
         """Whether the backward pass repeats the forward pass of every layer."""
         return self.config.megatron.recompute == "full"

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -30,6 +29,7 @@ from bapo_megatron.config.megatron import (
 )
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.layer_spec import PackedSequences
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything, wrap_for_precision
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.optimizer import build_optimizer, wrap_for_data_parallel
@@ -197,12 +197,13 @@ def _forward(gpt: GPTModel, parallel: dict[str, Any]) -> torch.Tensor:
         input_ids=torch.arange(tokens)[None] % 512,
         position_ids=torch.arange(tokens)[None],
         attention_mask=None,
-        packed_seq_params=PackedSeqParams(
+        packed_seq_params=PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=ends,
             cu_seqlens_kv=ends,
             max_seqlen_q=max(LENGTHS),
             max_seqlen_kv=max(LENGTHS),
+            lengths=LENGTHS,
         ),
     )
 
