@@ -17,7 +17,8 @@ from packaging.requirements import Requirement
 
 from tests.gpu import acceptance
 
-PARTS = ("model", "train", "families", "kernels", "ipc", "nccl")
+PARTS = ["model", "train", "experts", "hybrid", "fp8", "profile", "thin", "ranks"]
+PARTS += ["kernels", "ipc", "sync"]
 TINY = ["--device=cpu", "--tokens=64", "--columns=24", "--rounds=2"]
 TINY += ["--sizes", "tiny", "tiny experts", "tiny hybrid"]
 

@@ -1,14 +1,19 @@
 """The parts of the acceptance: each yields its checks one by one (``acceptance.Check``)."""
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +23,21 @@ from bapo_megatron.ops.logprob import vocab_parallel_logprobs
 from bapo_megatron.runtime.gpus import recognize_gpu
 from tests.benchmarks.harness import clocks_under_load, timed_s
 from tests.gpu.acceptance import HANG_S, Check
-from tests.gpu.training import families, model, train  # noqa: F401 - three of the parts
+from tests.gpu.ranks import NCCL, require_nccl
+from tests.gpu.sampling import sglang  # noqa: F401 - a part
+from tests.gpu.training import (  # noqa: F401 - parts, too
+    experts,
+    fp8,
+    hybrid,
+    model,
+    profile,
+    ranks,
+    thin,
+    train,
+)
 
+_SYNC_S = 120.0
+"""Limit of a broadcast to another process."""
 _BUFFERS = 3
 """Logits in turns, so that none of them is in a cache."""
 _PARENT = Path(__file__).parents[2]
@@ -168,19 +186,46 @@ def ipc(options: argparse.Namespace) -> Iterator[Check]:
         yield Check("memory is taken again", float(returned >= 0.95))
 
 
-def nccl(options: argparse.Namespace) -> Iterator[Check]:
-    """A weight group of one member forms and broadcasts."""
+def sync(options: argparse.Namespace) -> Iterator[Check]:
+    """Another process on this device receives weights; after one is killed, another one does."""
     from bapo_megatron.engine.collective import WeightGroup
 
     device = torch.device(options.device)
-    group = WeightGroup("127.0.0.1", "nccl" if device.type == "cuda" else "gloo", 1, 60.0)
-    try:
-        group.form().result(60)
-        flat = torch.ones(1024, dtype=torch.uint8, device=device)
-        group.broadcast(flat).result(60)
-        yield Check("a weight group of one", float(flat.sum() == 1024))
-    finally:
-        group.close()
+    if device.type == "cuda":
+        require_nccl()
+    backend, megabytes = ("nccl", (1, 64, 512)) if device.type == "cuda" else ("gloo", (1,))
+    os.environ.update(NCCL)
+    for is_killed in (True, False):
+        group = WeightGroup("127.0.0.1", backend, 2, _SYNC_S)
+        command = [sys.executable, "-m", "tests.gpu.receiver", json.dumps(asdict(group.place))]
+        command += [options.device, *map(str, megabytes), *["1"] * is_killed]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
+            try:
+                group.form().result(_SYNC_S)
+                for size in megabytes:
+                    flat = torch.full((size << 20,), size % 251, dtype=torch.uint8, device=device)
+                    start_s = time.perf_counter()
+                    group.broadcast(flat).result(_SYNC_S)
+                    took_s = time.perf_counter() - start_s
+                    if not is_killed:
+                        yield Check(f"broadcast GB/s ({size} MiB)", flat.nbytes / took_s / 1e9)
+                if is_killed:
+                    receiver.kill()
+                    yield Check("seconds until a lost receiver is noticed", _noticed_s(group, flat))
+                else:
+                    answer, _ = receiver.communicate(timeout=_SYNC_S)
+                    yield Check("the bytes of every broadcast", float(answer == "right\n"))
+            finally:
+                receiver.kill()
+                group.close()
+
+
+def _noticed_s(group: Any, flat: Tensor) -> float:
+    start_s = time.perf_counter()
+    with contextlib.suppress(Exception):
+        group.broadcast(flat).result(_SYNC_S)
+        return math.inf  # it must not succeed
+    return time.perf_counter() - start_s
 
 
 def _python(module: str, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """The acceptance on a GPU, as far as it runs without one."""
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,8 @@ import pytest
 
 from tests.gpu import acceptance, bare_machine, parts
 from tests.gpu.acceptance import Check
+from tests.gpu.ranks import require_nccl
+from tests.gpu.step_profile import kind_of
 
 pytestmark = pytest.mark.exhaustive
 
@@ -88,10 +91,57 @@ def test_a_part_that_raises_is_a_failed_check(capsys: pytest.CaptureFixture[str]
     assert err == "broken: ValueError: no such device\n"
 
 
+def test_a_part_that_lacks_something_is_skipped_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def lacking(options: argparse.Namespace) -> Iterator[Check]:
+        raise acceptance.SkipPartError("no SGLang")
+        yield
+
+    (check,) = acceptance.run("sglang", argparse.Namespace(), lacking)
+    assert (check.passes, check.skipped) == (True, "no SGLang")
+    assert json.loads(capsys.readouterr().out) == {"skipped": "sglang", "why": "no SGLang"}
+    assert acceptance.table([check]).splitlines()[1] == "sglang                  skipped: no SGLang"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_skipped"), [("2.28.9", True), ("2.30.7", False), ("not loaded", True)]
+)
+def test_two_ranks_on_one_gpu_need_nccl_2_30(
+    version: str, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.gpu.ranks.nccl_version", lambda: version)
+    with (
+        pytest.raises(acceptance.SkipPartError, match=version)
+        if is_skipped
+        else contextlib.nullcontext()
+    ):
+        require_nccl()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void flash::flash_fwd_kernel<cutlass>", "attention"),
+        ("nvjet_tst_128x256_64x4", "GEMM"),
+        ("bapo::logprob_forward_kernel", "loss stage"),
+        ("ncclDevKernel_AllReduce_Sum_f32", "communication"),
+        ("void multi_tensor_apply_kernel<AdamFunctor>", "optimizer"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("vectorized_elementwise_kernel<SiluFunctor>", "elementwise, norms and others"),
+        ("aten::addmm", "GEMM"),
+    ],
+)
+def test_a_kernel_has_a_kind(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
 def test_needs_lists_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
     assert acceptance.main(["needs"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines[:9]] == list(acceptance.PARTS)
+    assert [line.partition(":")[0] for line in lines[: len(acceptance.PARTS)]] == list(
+        acceptance.PARTS
+    )
     assert "megatron-core==0.19.2  # 2.37" in lines
     assert lines[-1] == "pip install --no-deps -r requirements/gpu_acceptance.txt"
 
@@ -125,11 +175,11 @@ def test_a_part_that_dies_does_not_end_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = acceptance.parse(["all", f"--dir={tmp_path}", *bare_machine.TINY])
-    checks = acceptance.run_apart(["no such part", "nccl"], options)
+    checks = acceptance.run_apart(["no such part", "ipc"], options)
     assert [(check.name, check.passes) for check in checks] == [
         ("no such part ended without an error", False),
-        ("a weight group of one", True),
-        ("seconds (nccl)", True),
+        ("a child process sees a shared bucket", True),
+        ("seconds (ipc)", True),
     ]
     assert capsys.readouterr().out.splitlines() == [check.line() for check in checks]
 
@@ -139,9 +189,9 @@ def test_a_part_that_hangs_is_given_up(
 ) -> None:
     monkeypatch.setattr(acceptance, "HANG_S", 0.1)  # before it can have imported torch
     options = acceptance.parse(["all", f"--dir={tmp_path}", *bare_machine.TINY])
-    (check,) = acceptance.run_apart(["nccl"], options)
-    assert (check.name, check.passes) == ("nccl ended without an error", False)
-    assert capsys.readouterr().err == "nccl: given up after 0.1 s\n"
+    (check,) = acceptance.run_apart(["sync"], options)
+    assert (check.name, check.passes) == ("sync ended without an error", False)
+    assert capsys.readouterr().err == "sync: given up after 0.1 s\n"
 
 
 @pytest.mark.slow
@@ -154,12 +204,15 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=540,
+        timeout=900,
     )
     assert answer.returncode == 0, answer.stderr
     results = json.loads(answer.stdout.splitlines()[-1])
     lines = {part: list(map(json.loads, out.splitlines())) for part, (_, out, _) in results.items()}
-    names = {part: [line["check"] for line in of_part] for part, of_part in lines.items()}
+    names = {
+        part: [line["check"] for line in of_part if "check" in line]
+        for part, of_part in lines.items()
+    }
     assert (tmp_path / "tiny" / "batch.npz").is_file()
     assert names["train"] == [
         "gradient norm (tiny, plain)",
@@ -185,11 +238,31 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
     ]
     assert lines["train"][2]["figure"] > 0
     assert all(line["figure"] < 1e-5 for line in lines["train"][-5:-1])
-    assert [name for name in names["families"] if "difference" in name] == [
+    differences = {
+        part: [name for name in names[part] if "difference" in name] for part in bare_machine.PARTS
+    }
+    assert differences["experts"] == [
         "gradient norm difference (tiny experts, replayed routes)",
-        "gradient norm difference (tiny hybrid, full recompute)",
+        "gradient norm difference (tiny experts, one by one)",
     ]
-    for part in ("model", "train", "families", "ipc", "nccl"):
+    assert differences["hybrid"] == ["gradient norm difference (tiny hybrid, full recompute)"]
+    assert differences["ranks"] == [
+        f"norm difference of two ranks ({layout})"
+        for layout in (
+            "tiny, tensor",
+            "tiny, pipeline",
+            "tiny, context",
+            "tiny, data",
+            "tiny experts, expert",
+        )
+    ]
+    assert sum(line["figure"] for line in lines["profile"][:-1]) == pytest.approx(1)
+    assert (tmp_path / "profile tiny.json").is_file()
+    assert lines["fp8"] == [
+        {"skipped": "fp8", "why": "Transformer Engine is not installed (docs/launch.md)"}
+    ]
+    assert names["sync"][-2:] == ["the bytes of every broadcast", "seconds (sync)"]
+    for part in set(bare_machine.PARTS) - {"kernels", "fp8"}:
         status, _, table = results[part]
         assert (status, all(line["pass"] for line in lines[part])) == (0, True), table
     # Times on the CPU mean nothing, but every figure is there.

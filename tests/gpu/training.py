@@ -9,18 +9,22 @@ import gc
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import TEACHER_KEY
 from bapo_megatron.policy import cpu_compat
+from bapo_megatron.policy.experts import GroupedExperts
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.layer_spec import HAVE_TE, uses_transformer_engine
 from bapo_megatron.policy.megatron_setup import DTYPES, seed_everything
@@ -28,6 +32,7 @@ from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.distributed import init_distributed, shutdown_distributed
+from bapo_megatron.runtime.gpus import recognize_gpu
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from bapo_megatron.tools.planning.scenario import LayerKind
 from bapo_megatron.trainer.scorers import frozen_scorers
@@ -35,8 +40,10 @@ from bapo_megatron.trainer.split import split_shape
 from bapo_megatron.trainer.step import BatchTrainer
 from bapo_megatron.types import Group, PromptTokens, RolloutBatch
 from tests.benchmarks.samples import make_sample
-from tests.gpu.acceptance import Check
+from tests.gpu.acceptance import Check, SkipPartError
 from tests.gpu.loss_clock import LossClock
+from tests.gpu.ranks import require_nccl, train_in_ranks
+from tests.gpu.step_profile import StepProfile
 
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -84,15 +91,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": _QWEN2 | _sizes(64, 128, 2, 4, 320),
     "0.5B": _QWEN2 | _sizes(896, 4864, 24, 14, 151936),
     "1.5B": _QWEN2 | _sizes(1536, 8960, 28, 12, 151936),
+    "thin": _QWEN2
+    | _sizes(5120, 27648, 4, 40, 152064)
+    | {"num_key_value_heads": 8, "tie_word_embeddings": False},
     "tiny experts": _EXPERTS | _sizes(64, 128, 2, 4, 320, **_expert_sizes(2, 16, 8, 2, 32)),
     "0.8B experts": _EXPERTS
     | _sizes(1024, 3072, 8, 16, 151936, **_expert_sizes(4, 128, 32, 8, 512)),
     "tiny hybrid": _HYBRID | _sizes(64, 128, 4, 4, 320, **_hybrid_sizes(2, 16, 2, 16)),
     "0.5B hybrid": _HYBRID | _sizes(1024, 3584, 12, 8, 248320, **_hybrid_sizes(2, 256, 16, 128)),
 }
-"""What distinguishes each model's config.json: Qwen2.5's, Qwen3's with fewer experts, Qwen3.5's."""
+"""What distinguishes each model's config.json: Qwen2.5's (thin: the 32B's), Qwen3's with fewer
+experts, Qwen3.5's."""
 BATCHES = {True: (2, 4, 24), False: (8, 8, 2048)}
 """By whether the model is tiny: groups, responses of each, tokens of the longest response."""
+_TRAINING = ("forward-only", "forward + backward", "optimizer")
+"""Phases of a plan."""
 _STD = 0.02
 _SPREAD = 0.1
 
@@ -112,7 +125,6 @@ _DENSE: dict[str, Sections] = {
     "teacher": _CHUNKED
     | {"algorithm": {"distillation": {"coefficient": 1.0, "loss": "reverse_kl"}}},
     "optimizer offload": {"megatron": {"optimizer_offload_share": 0.5}},
-    "fp8": {"megatron": {"fp8": "hybrid"}},
 }
 VARIANTS: dict[str, dict[str, Sections]] = {
     "tiny": _DENSE,
@@ -136,38 +148,161 @@ _SAME_UPDATE = {
     "replayed routes": "recomputed behaviour",
 }
 """Variants whose first update has the gradient of another one's."""
+_FLOAT32: Sections = {"model": {"dtype": "float32"}}
+LAYOUTS: dict[str, dict[str, dict[str, int]]] = {
+    "tiny": {
+        "tensor": {"tensor": 2},
+        "pipeline": {"pipeline": 2},
+        "context": {"context": 2},
+        "data": {},
+    },
+    "tiny experts": {"expert": {"expert": 2}},
+}
+"""Of two ranks."""
 
 
 @dataclass(frozen=True)
 class Trained:
+    """Of rank 0."""
+
     grad_norms: list[float]
     tokens_per_s: float
+    step_s: float
+    """Of the second step."""
+    flops: float
+    """Of its GEMMs and attention, as ``plan`` counts them."""
+    planned_s: float
+    """``plan``'s estimate for its passes and the optimizer, on an H200."""
     peak_bytes: int
     """0 on the CPU."""
     planned_bytes: float
     loss_stage_share: float
     """Of the second step; with chunked logits it includes the products of the head."""
+    is_fused: bool
+    """Whether the layers are Transformer Engine's."""
 
 
 def model(options: argparse.Namespace) -> Iterator[Check]:
     """Write a model and a batch of each size."""
     for size in options.sizes:
         directory = options.dir / size
-        write_model(directory, size, torch.device(options.device))
-        shape, vocab_size = BATCHES[size.startswith("tiny")], MODELS[size]["vocab_size"]
-        write_batch_arrays(directory / "batch.npz", vocab_size, *shape)
+        write_model_and_batch(directory, size, torch.device(options.device))
         batch = read_batch_arrays(directory / "batch.npz")
-        yield Check(f"model and batch ({size})", float(len(batch.groups) == shape[0]))
+        yield Check(f"model and batch ({size})", float(len(batch.groups) > 0))
 
 
 def train(options: argparse.Namespace) -> Iterator[Check]:
     """Train dense models in every variant for two steps on one batch; the second is timed."""
-    yield from _train([size for size in options.sizes if " " not in size], options)
+    yield from _train(_dense(options), options)
 
 
-def families(options: argparse.Namespace) -> Iterator[Check]:
-    """Train models with experts, and hybrids, likewise."""
-    yield from _train([size for size in options.sizes if " " in size], options)
+def experts(options: argparse.Namespace) -> Iterator[Check]:
+    """Train models with experts likewise; then without grouped products, and beside dense ones."""
+    sizes = [size for size in options.sizes if size.endswith("experts")]
+    yield from _train(sizes, options)
+    on_gpu = options.device == "cuda"
+    where = "" if on_gpu else " on a CPU"
+    for size in sizes:
+        grouped = train_variant(options.dir / size, {}, on_gpu=on_gpu)
+        if not grouped.is_fused:
+            with patch.object(GroupedExperts, "loop_reason", lambda *_: "to compare"):
+                looped = train_variant(options.dir / size, {}, on_gpu=on_gpu)
+            ratio = grouped.tokens_per_s / looped.tokens_per_s
+            yield Check(f"grouped against one by one{where} ({size})", ratio)
+            difference = _norm_difference(grouped.grad_norms, looped.grad_norms)
+            yield Check(f"gradient norm difference ({size}, one by one)", difference)
+        dense = _dense(options)[0]
+        plain = train_variant(options.dir / dense, {}, on_gpu=on_gpu)
+        ratio = (grouped.flops / grouped.step_s) / (plain.flops / plain.step_s)
+        yield Check(f"experts' share of the dense model's FLOP/s{where} ({size}, {dense})", ratio)
+
+
+def hybrid(options: argparse.Namespace) -> Iterator[Check]:
+    """Train hybrids likewise."""
+    yield from _train([size for size in options.sizes if size.endswith("hybrid")], options)
+
+
+def fp8(options: argparse.Namespace) -> Iterator[Check]:
+    """Train dense models in FP8 and in bfloat16."""
+    if not HAVE_TE or options.device == "cpu":
+        raise SkipPartError("Transformer Engine is not installed (docs/launch.md)")
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise SkipPartError(f"{torch.cuda.get_device_name()} does not support FP8")
+    for size in _dense(options):
+        plain, quantized = (
+            train_variant(options.dir / size, {"megatron": {"fp8": recipe}}, on_gpu=True)
+            for recipe in ("none", "hybrid")
+        )
+        ratio = quantized.tokens_per_s / plain.tokens_per_s
+        yield Check(f"fp8 against bfloat16 ({size})", ratio)
+        difference = _norm_difference(quantized.grad_norms, plain.grad_norms)
+        yield Check(f"gradient norm difference, fp8 ({size})", difference)
+
+
+def ranks(options: argparse.Namespace) -> Iterator[Check]:
+    """Train tiny models in two ranks on one device, in every layout, beside one rank."""
+    if options.device == "cuda":
+        require_nccl()
+    for size, layouts in LAYOUTS.items():
+        directory = options.dir / size
+        if not (directory / "batch.npz").exists():
+            write_model_and_batch(directory, size, torch.device(options.device))
+        one = train_in_ranks(directory, _FLOAT32, 1, options.device)
+        if options.device == "cuda":
+            cpu = train_in_ranks(directory, _FLOAT32, 1, "cpu")
+            difference = _norm_difference(one["grad_norms"], cpu["grad_norms"])
+            yield Check(f"norm difference of GPU and CPU ({size})", difference)
+        for name, parallel in layouts.items():
+            two = train_in_ranks(directory, _FLOAT32 | {"parallel": parallel}, 2, options.device)
+            difference = _norm_difference(two["grad_norms"], one["grad_norms"])
+            yield Check(f"norm difference of two ranks ({size}, {name})", difference)
+
+
+def thin(options: argparse.Namespace) -> Iterator[Check]:
+    """Time and memory of a layer as wide as a 32B's, beside ``plan``."""
+    size = "thin" if options.device == "cuda" else "tiny"
+    trained = {}
+    for layers in (2, 4):
+        directory = options.dir / f"{size} {layers}"
+        MODELS[directory.name] = MODELS[size] | {"num_hidden_layers": layers}
+        write_model_and_batch(directory, directory.name, torch.device(options.device))
+        trained[layers] = train_variant(directory, {}, on_gpu=options.device == "cuda")
+    two, four = trained[2], trained[4]
+    yield Check(f"milliseconds of two layers ({size})", 1e3 * two.step_s)
+    yield Check(f"milliseconds of four layers ({size})", 1e3 * four.step_s)
+    if options.device == "cuda":  # a plan is for a GPU
+        layer_s = (four.step_s - two.step_s) / 2
+        planned_s = (four.planned_s - two.planned_s) / 2
+        yield Check(f"a layer's time over plan ({size})", layer_s / planned_s)
+        layer_bytes = (four.peak_bytes - two.peak_bytes) / 2
+        planned_bytes = (four.planned_bytes - two.planned_bytes) / 2
+        yield Check(f"a layer's memory over plan ({size})", layer_bytes / planned_bytes)
+        yield Check(f"plan over a layer's memory ({size})", planned_bytes / layer_bytes)
+
+
+def profile(options: argparse.Namespace) -> Iterator[Check]:
+    """Where the second step's time goes: shares by kind of kernel, a table and a trace."""
+    on_gpu = options.device == "cuda"
+    for size in _dense(options):
+        recorder = StepProfile(options.dir / f"profile {size}", on_gpu=on_gpu)
+        trained = train_variant(options.dir / size, {}, on_gpu=on_gpu)
+        train_variant(options.dir / size, {}, on_gpu=on_gpu, watch=recorder.running)
+        for kind, share in recorder.shares().items():
+            yield Check(f"time share ({size}, {kind})", share)
+        gpu = recognize_gpu(torch.cuda.get_device_name()) if on_gpu else None
+        if gpu is not None:
+            share = trained.flops / trained.step_s / gpu.bfloat16_flops
+            layers = "" if trained.is_fused else ", our layers"
+            yield Check(f"share of the peak{layers} ({size})", share)
+
+
+def _dense(options: argparse.Namespace) -> list[str]:
+    return [size for size in options.sizes if " " not in size]
+
+
+def _norm_difference(norms: list[float], others: list[float]) -> float:
+    """The largest of all updates, relative."""
+    return max(abs(a / b - 1) for a, b in zip(norms, others, strict=True))
 
 
 def _train(sizes: list[str], options: argparse.Namespace) -> Iterator[Check]:
@@ -175,7 +310,7 @@ def _train(sizes: list[str], options: argparse.Namespace) -> Iterator[Check]:
     for size in sizes:
         norms: dict[str, list[float]] = {}
         for name, variant in VARIANTS[size.split()[-1]].items():
-            if not {"optimizer offload": on_gpu, "fp8": on_gpu and HAVE_TE}.get(name, True):
+            if name == "optimizer offload" and not on_gpu:
                 continue
             label = f"({size}, {name})"
             trained = train_variant(options.dir / size, variant, on_gpu=on_gpu)
@@ -192,6 +327,13 @@ def _train(sizes: list[str], options: argparse.Namespace) -> Iterator[Check]:
             # Of the first update, before which all have the same weights.
             difference = abs(norms[name][0] / norms[_SAME_UPDATE[name]][0] - 1)
             yield Check(f"gradient norm difference ({size}, {name})", difference)
+
+
+def write_model_and_batch(directory: Path, size: str, device: torch.device) -> None:
+    """Write what ``train_variant`` reads."""
+    write_model(directory, size, device)
+    shape, vocab_size = BATCHES[size.startswith("tiny")], MODELS[size]["vocab_size"]
+    write_batch_arrays(directory / "batch.npz", vocab_size, *shape)
 
 
 def write_model(directory: Path, size: str, device: torch.device) -> None:
@@ -246,8 +388,14 @@ def read_batch_arrays(path: Path) -> RolloutBatch:
     return RolloutBatch(step=1, version=0, groups=tuple(groups))
 
 
-def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Trained:
-    """Train two steps of two updates on one rank."""
+def train_variant(
+    directory: Path,
+    variant: Sections,
+    *,
+    on_gpu: bool,
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Trained:
+    """Train two steps of two updates, in the ranks of the environment; ``watch`` the second."""
     batch = read_batch_arrays(directory / "batch.npz")
     longest = max(len(s.response_token_ids) for s in batch.samples) + 16
     sections: Sections = {
@@ -295,7 +443,7 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
         norms = [result.grad_norm for result in trainer.train(batch)]
         clock = LossClock(groups.device)
         began = time.perf_counter()
-        with clock.running():
+        with clock.running(), watch():
             results = trainer.train(batch)
         norms += [result.grad_norm for result in results]
         seconds = time.perf_counter() - began
@@ -303,14 +451,24 @@ def train_variant(directory: Path, variant: Sections, *, on_gpu: bool) -> Traine
         peak = torch.cuda.max_memory_allocated() if on_gpu else 0
         fused = uses_transformer_engine(groups.device, DTYPES[config.model.dtype])
         kind: LayerKind = "transformer-engine" if fused else "local"
-        options = PlanOptions(gpus=1, gpu="H200", layers=kind)
+        options = PlanOptions(
+            gpus=dist.get_world_size(),
+            gpu="H200",
+            layers=kind,
+            prompt_tokens=16,
+            response_tokens=sum(lengths) // len(lengths) - 16,
+        )
         plan = make_plan(config, model.hf, options, {TEACHER_KEY: model.hf})
         return Trained(
             grad_norms=norms,
             tokens_per_s=sum(lengths) / seconds,
+            step_s=seconds,
+            flops=3 * plan.workload.forward_flops_per_update * plan.workload.updates_per_step,
+            planned_s=sum(phase.seconds for phase in plan.phases if phase.name in _TRAINING),
             peak_bytes=peak,
             planned_bytes=plan.worst_stage.total_bytes,
             loss_stage_share=clock.seconds() / seconds,
+            is_fused=fused,
         )
     finally:
         shutdown_distributed()
