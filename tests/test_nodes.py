@@ -13,7 +13,7 @@ import yaml
 
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.engine.helpers import ask, descendants
-from tests.launch import REPOSITORY, Launched, free_port
+from tests.launch import REPOSITORY, Launched, free_port, run
 from tests.nodes import INTERFACE, Node, make_nodes
 from tests.reward.own_functions import EVEN_LENGTH
 from tests.test_examples import EXAMPLES, KEY, environment
@@ -44,6 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "replay": None,
         "data": {"train": {"path": str(questions)}, "max_prompt_tokens": 32},
         "rollout": {"groups_per_step": 4, "samples_per_group": 2, "max_response_tokens": 16},
+        "eval": {"sets": [{"path": str(questions)}], "max_prompts": 4, "max_response_tokens": 16},
         "reward": {"workers": 1, "functions": [EVEN_LENGTH]},
     }
     settings["train"]["steps"] = 1
@@ -94,14 +95,21 @@ def server(
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def program_of(script: str, *arguments: str, **variables: str) -> list[str]:
+    """What a script runs, from the module on."""
+    status, (line,) = run_script(script, *arguments, env=environment(PYTHON="echo", **variables))
+    words = line.split()
+    assert (status, words[0]) == (0, "-m")
+    return words[1:]
+
+
 def test_trainers_on_two_machines_use_servers_on_a_third_one(
     config: Path, nodes: list[Node], server: str, tmp_path: Path, started: list[Launched]
 ) -> None:
     first, second, _ = nodes
     keys = {**KEYS, "GLOO_SOCKET_IFNAME": INTERFACE}
     for rank, node in (("1", second), ("0", first)):
-        variables = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": first.address, "NPROC": "1"}
-        status, (line,) = run_script(
+        program = program_of(
             "multi_node.sh",
             str(config),
             f"run_dir={tmp_path / 'run'}",
@@ -109,10 +117,11 @@ def test_trainers_on_two_machines_use_servers_on_a_third_one(
             f"rollout.servers=[{server}]",
             f"rollout.weight_sync.master_address={first.address}",
             "eval.sets=[]",
-            env=environment(PYTHON="echo", **variables),
+            NNODES="2",
+            NODE_RANK=rank,
+            MASTER_ADDR=first.address,
+            NPROC="1",
         )
-        option, *program = line.split()
-        assert (status, option) == (0, "-m")
         started.append(Launched(program=program, environment=keys, node=node.name))
     outputs = [trainer.communicate() for trainer in started]
     assert [trainer.poll() for trainer in started] == [0, 0], outputs
@@ -121,4 +130,18 @@ def test_trainers_on_two_machines_use_servers_on_a_third_one(
     assert row["rollout/generated_tokens"] > 0
     assert row["mismatch/logprob_abs_max"] < 1e-4  # trainers and server hold the same weights
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+
+
+def test_an_evaluation_uses_servers_on_another_machine(
+    config: Path, server: str, tmp_path: Path
+) -> None:
+    settings = yaml.safe_load(config.read_text())
+    servers = f"rollout.servers=[{server}]"
+    model, run_dir = settings["model"]["path"], str(tmp_path / "eval")
+    program = program_of("evaluate.sh", str(config), model, run_dir, servers)
+    assert program[0] == "bapo_megatron"
+    evaluation = run(program[1:], environment=KEYS)
+    assert evaluation.returncode == 0, evaluation.stderr
+    (result,) = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert (result["name"], result["num_prompts"]) == ("questions", 4)
     assert ask(f"{server}/abort_request", b'{"rid": "x"}')[0] in (401, 403)
