@@ -170,7 +170,6 @@ def _rank_main(
     os.environ.update(
         rank_environment(rank, num_ranks),
         TEST_PORTS=",".join(map(str, ports)),
-        TEST_SCRATCH=str(scratch),  # marks whatever this rank starts
     )
     try:
         from bapo_megatron.policy import cpu_compat

@@ -373,7 +373,7 @@ class _ChunkedLoss(torch.autograd.Function):
         grad_hidden_MH, grad_weight_VH = ctx.gradients
         ctx.gradients = None
         if grad_weight_VH is not None and ctx.in_main_grad:
-            grad_weight_VH = _placeholder(ctx.weight)
+            grad_weight_VH = placeholder_gradient(ctx.weight)
         return grad_hidden_MH, grad_weight_VH, None, None
 
 
@@ -401,7 +401,7 @@ def add_product_(total_AB: Tensor, left_AC: Tensor, right_CB: Tensor) -> None:
             total_AB[block].add_(torch.mm(left_AC[block], right_CB))
 
 
-def _placeholder(weight_VH: Tensor) -> Tensor:
+def placeholder_gradient(weight_VH: Tensor) -> Tensor:
     """Return a dummy gradient for one already in ``main_grad``, as Megatron's layers do.
 
     Megatron's hook drops it, but would not run without it. With

@@ -13,6 +13,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from bapo_megatron.ops.chunked import placeholder_gradient
+
 _ALIGNMENT_BYTES = 16
 """Of the rows of every factor of a grouped product."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,10 +48,8 @@ class GroupedExperts(SequentialMLP):
             return f"{dtype}"
         if config.add_bias_linear:
             return "biases"
-        widths = (
-            self.local_experts[0].linear_fc1.weight.shape
-            + self.local_experts[0].linear_fc2.weight.shape
-        )
+        expert = self.local_experts[0]
+        widths = expert.linear_fc1.weight.shape + expert.linear_fc2.weight.shape
         if any(width * dtype.itemsize % _ALIGNMENT_BYTES for width in widths):
             return f"widths that are no multiples of {_ALIGNMENT_BYTES} bytes"
         if any(linear._forward_hooks for linear in self._linears("linear_fc1", "linear_fc2")):
@@ -110,9 +110,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _accumulate(weight: Any, hidden_NI: Tensor, gradient_NO: Tensor) -> Tensor:
-    """Add a gradient to its float32 sum, as Megatron's layers do; returns a placeholder."""
+    """Add a gradient to its float32 sum, as Megatron's layers do; returns its placeholder."""
     layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(
         hidden_NI, gradient_NO, weight.main_grad
     )
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    return placeholder_gradient(weight)

@@ -1,14 +1,10 @@
 """The samples file: resumed, repaired, locked, and refused where it holds something else."""
 
 import asyncio
-import contextlib
 import errno
 import fcntl
 import json
 import os
-import resource
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from bapo_megatron.evaluation.samples import (
     read_samples,
 )
 from tests.evaluation.results import sample
+from tests.policy.checkpoint_damages import limited
 
 SETTINGS: dict[str, Any] = {
     "weights": "m (0123)",
@@ -128,24 +125,11 @@ def test_two_processes_do_not_write_one_file(path: Path, monkeypatch: pytest.Mon
     assert asyncio.run(hand_over()) == 2
 
 
-@contextlib.contextmanager
-def file_size_limited(size: int) -> Iterator[None]:
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_line_that_a_full_disk_cuts_is_taken_back(path: Path) -> None:
     async def fill() -> None:
         journal = await SampleJournal.open(path, SETTINGS, resume=False)
         journal.append(ALL[0])
-        limited = file_size_limited(path.stat().st_size + 100)
-        with limited, pytest.raises(OSError, match="File too large"):
+        with limited(path.stat().st_size + 100), pytest.raises(OSError, match="File too large"):
             journal.append(ALL[1])
         journal.append(ALL[2])
         journal.close()
