@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from bapo_megatron.ops.chunked import placeholder_gradient
+from bapo_megatron.ops.swiglu import swiglu
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of every factor of a grouped product."""
@@ -35,8 +36,8 @@ class GroupedExperts(SequentialMLP):
             return output, None
         sizes = tokens_per_expert.tolist()
         ends_E = tokens_per_expert.cumsum(0).to(hidden_NI.device, torch.int32, non_blocking=True)
-        gate, up = self._multiply("linear_fc1", hidden_NI, ends_E, sizes).chunk(2, dim=-1)
-        inner = self.config.activation_func(gate) * up * probs_N[:, None]
+        gate_up = self._multiply("linear_fc1", hidden_NI, ends_E, sizes)
+        inner = swiglu(gate_up) * probs_N[:, None]
         return self._multiply("linear_fc2", inner.to(hidden_NI.dtype), ends_E, sizes), None
 
     def loop_reason(self, dtype: torch.dtype) -> str:

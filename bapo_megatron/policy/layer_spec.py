@@ -36,7 +36,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import mlp, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -48,6 +48,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from bapo_megatron.ops.swiglu import swiglu, weighted_swiglu
 from bapo_megatron.policy.delta_net import PackedGatedDeltaNet, use_twins
 from bapo_megatron.policy.experts import GroupedExperts
 from bapo_megatron.policy.families.base import HfConfig
@@ -121,8 +122,8 @@ def _layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
         modules.experts = partial(GroupedExperts, submodules=linears)
     else:
         submodules.pre_mlp_layernorm = IdentityOp
-        mlp = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
-        submodules.mlp = partial(MLP.as_mlp_submodule, submodules=mlp)
+        linears = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
+        submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
     if hf.has_delta_net(number):
@@ -290,11 +291,12 @@ class PackedRotaryEmbedding(nn.Module):
         return torch.cat(parts)
 
 
-def fuse_rotation(gpt: GPTModel) -> None:
-    """Have Megatron rotate a packed batch in one go, as it does with Transformer Engine.
+def use_own_kernels(gpt: GPTModel) -> None:
+    """Have Megatron rotate a packed batch in one go, as with Transformer Engine; and our SwiGLU.
 
-    Replaces the kernel for every model of this process.
+    Megatron's needs torch's compiler. Replaces the kernels for every model of this process.
     """
+    mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = swiglu, weighted_swiglu
     for module in list(gpt.modules()):
         if isinstance(rope := getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
             module.rotary_pos_emb = PackedRotaryEmbedding(rope, gpt.config.params_dtype)
@@ -456,7 +458,8 @@ def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
 
 
 def _rms_norm(hidden: Tensor, weight: Tensor, eps: float, config: TransformerConfig) -> Tensor:
-    normalised = F.rms_norm(hidden.float(), hidden.shape[-1:], None, eps)
+    """Normalise and scale in float32, rounded once; on a GPU a single kernel in each direction."""
     if config.layernorm_zero_centered_gamma:
-        return (normalised * (1 + weight.float())).to(hidden.dtype)
-    return normalised.to(hidden.dtype) * weight
+        scale = 1 + weight.float()  # rounding it to bfloat16 would lose most of the weight
+        return F.rms_norm(hidden.float(), hidden.shape[-1:], scale, eps).to(hidden.dtype)
+    return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)

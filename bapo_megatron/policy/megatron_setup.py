@@ -21,7 +21,7 @@ from torch import nn
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.policy.families.base import HfConfig, YarnRope
 from bapo_megatron.policy.hf_config import check_division, padded_vocab_size
-from bapo_megatron.policy.layer_spec import fuse_rotation, layer_spec, uses_transformer_engine
+from bapo_megatron.policy.layer_spec import layer_spec, use_own_kernels, uses_transformer_engine
 from bapo_megatron.runtime.distributed import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -73,7 +73,7 @@ def build_chunks(
         if hf.latent is None:
             _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
-            fuse_rotation(gpt)
+            use_own_kernels(gpt)
             # It would plan anew for every length of a sequence, which takes up to a second.
             torch.backends.cuda.enable_cudnn_sdp(False)
         chunks.append(gpt.to(groups.device))
@@ -280,7 +280,7 @@ def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> d
     return {
         # Otherwise each micro-batch's weight gradient is rounded to bfloat16 before it is added.
         "gradient_accumulation_fusion": on_gpu,
-        "bias_activation_fusion": fused,
+        "bias_activation_fusion": True,
         # The unfused form reads sequence lengths from the device, once per layer.
         "apply_rope_fusion": fused,
         "overlap_p2p_comm": on_gpu and interleaved,

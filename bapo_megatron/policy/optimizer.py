@@ -19,10 +19,10 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
 from torch import Tensor, nn
 
 from bapo_megatron.config.megatron import MegatronConfig, OptimizerConfig
@@ -65,6 +65,8 @@ def build_optimizer(
     wrapped: list[DistributedDataParallel], config: OptimizerConfig, megatron: MegatronConfig
 ) -> MegatronOptimizer:
     """Build AdamW; biases and norms are not decayed (Megatron's rule)."""
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # neither Transformer Engine nor apex
+        use_torch_kernels()
     transformer, offload = wrapped[0].config, dict[str, Any]()
     if megatron.optimizer_offload_share > 0:
         if not torch.cuda.is_available():
@@ -107,6 +109,22 @@ def build_optimizer(
         del group["max_lr"], group["min_lr"]
     _prepare(optimizer)
     return optimizer
+
+
+def use_torch_kernels() -> None:
+    """Clip with torch's multi-tensor kernels, in place of Megatron's own substitutes for apex.
+
+    Those read every gradient's norm on the host, and scale a copy that they copy back.
+    """
+
+    def norm_of(_: int, __: Tensor, lists: list[list[Tensor]], *___: Any) -> tuple[Tensor, None]:
+        return nn.utils.get_total_norm(lists[0])[None], None
+
+    def scale(_: int, __: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+        if lists[0]:  # a stage may train nothing
+            torch._foreach_mul_(lists[0], factor)
+
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm_of, scale
 
 
 def _prepare(optimizer: MegatronOptimizer) -> None:

@@ -298,9 +298,6 @@ def layer_tensors(
             tensors["weighted input of the down product"] = mlp
     if case.config.model.lora.rank:
         _change_for_adapters(tensors, case)
-    if case.assumptions.layers == "local":
-        grouped = _visited_bytes(case) if case.groups_experts else 0.0  # they keep no copy of up
-        tensors["silu(gate), up"] = 2 * mlp - grouped
     return tensors
 
 
@@ -311,8 +308,7 @@ def _change_for_adapters(tensors: dict[str, float], case: Scenario) -> None:
     """
     hf, lora, ranks = case.hf, case.config.model.lora, case.layout.sequence_ranks
     if case.assumptions.layers == "local":
-        again = FLOAT32_BYTES * (hf.hidden_size + 1) / ranks - case.hidden_bytes
-        tensors["norms and inputs of the two products"] += 2 * again
+        tensors["norms and inputs of the two products"] += 2 * FLOAT32_BYTES / ranks
     visits = hf.experts.per_token if hf.experts else 0
     num_adapters = sum(
         times * len(adapted(weight, hf, lora))
@@ -355,8 +351,11 @@ def _latent_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> 
     assert case.hf.latent is not None
     latent, heads = case.hf.latent, case.hf.num_heads
     ranks = (latent.query_rank or 0, latent.key_value_rank)
+    norms = sum(_normed_bytes(case, rank) for rank in ranks if rank)
+    if case.assumptions.layers == "local":  # the input is a part of what has the rotated key too
+        norms += case.element_bytes * latent.rotary_dim / case.layout.sequence_ranks
     return {
-        "latents and their norms": sum(_normed_bytes(case, rank) for rank in ranks if rank),
+        "latents and their norms": norms,
         "cosines and sines": 2 * latent.rotary_dim * case.element_bytes,
         "queries, keys": 2 * case.divided_bytes(heads * case.hf.head_dim),
         "values": case.divided_bytes(
@@ -419,15 +418,17 @@ def delta_tensors(case: Scenario) -> dict[str, float]:
 def norm_bytes(case: Scenario) -> float:
     """Return the bytes per token that a norm of the hidden states and the GEMM after it keep.
 
-    Transformer Engine: the norm's input and its output (the product's input), and 1/rms in float32.
-    Local: the input in float32, the normalised value (for the norm's weight), the product's input.
+    The norm's input (local zero-centered norms: in float32), its output, which is the product's
+    input, and 1/rms in float32.
     """
     return _normed_bytes(case, case.hf.hidden_size)
 
 
 def _normed_bytes(case: Scenario, channels: int) -> float:
-    in_float32 = channels + 1 if case.assumptions.layers == "local" else 1
-    num_bytes = 2 * case.element_bytes * channels + FLOAT32_BYTES * in_float32
+    input_bytes = case.element_bytes
+    if case.assumptions.layers == "local" and case.hf.zero_centered_norms:
+        input_bytes = FLOAT32_BYTES
+    num_bytes = (input_bytes + case.element_bytes) * channels + FLOAT32_BYTES
     return num_bytes / case.layout.sequence_ranks
 
 
@@ -435,16 +436,15 @@ def _head_norm_bytes(case: Scenario) -> float:
     """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output.
 
     Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
-    kept. Local: input in float32, and output.
+    kept. Local: keys are read where they are; Megatron copies the queries of several groups.
     """
-    num_heads = case.hf.num_heads + case.hf.num_kv_heads
-    heads = num_heads // case.layout.tensor
-    num_bytes = case.divided_bytes(num_heads * case.hf.head_dim) + FLOAT32_BYTES * heads
-    if case.config.model.lora.rank:  # the output was for the norm's own gradient
-        num_bytes -= case.divided_bytes(num_heads * case.hf.head_dim)
-    if case.assumptions.layers == "local":
-        num_bytes += FLOAT32_BYTES * heads * case.hf.head_dim
-    return num_bytes
+    hf, tensor = case.hf, case.layout.tensor
+    copied = hf.num_heads if hf.num_kv_heads > tensor else 0
+    if case.assumptions.layers != "local":
+        # With adapters none: they were for the norm's own gradient.
+        copied = 0 if case.config.model.lora.rank else hf.num_heads + hf.num_kv_heads
+    inverses = FLOAT32_BYTES * ((hf.num_heads + hf.num_kv_heads) // tensor)
+    return case.divided_bytes(copied * hf.head_dim) + inverses
 
 
 def workspace_bytes(case: Scenario) -> float:
