@@ -1,6 +1,6 @@
 """Configuration of the model, of how Megatron runs it, and of the optimizer."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -102,6 +102,17 @@ class MegatronConfig(Section):
     """Scaling of ``fp8``."""
     optimizer_offload_share: float = Field(0.0, ge=0, le=1)
     """Fraction of the optimizer state that is kept and updated in host memory (needs a GPU)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_batch_invariant(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "batch_invariant_mode" in values:
+            raise ValueError(
+                "batch_invariant_mode is not supported, got "
+                f"{values['batch_invariant_mode']}: Megatron-core's kernels for it overwrite the "
+                "weight gradients of earlier micro-batches; leave it out"
+            )
+        return values
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.check import check_heads, check_model_dir, check_unique
@@ -33,6 +34,8 @@ _KEYED_ARGUMENTS = {"--speculative": "speculative", "--quantization": "quantizat
 """Beginnings of SGLang's arguments that are keys of ``rollout.server``."""
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
 """SGLang's arguments for keys, and the variables to use instead."""
+_DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
+"""SGLang's attention backends for ``--enable-deterministic-inference`` on NVIDIA's GPUs."""
 
 
 def server_addresses(rollout: RolloutConfig) -> list[str]:
@@ -90,6 +93,7 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
             "got 0 visible GPUs; set rollout.colocated=false"
         )
     _check_extra_args(server.extra_args)
+    _check_deterministic(server.extra_args, is_on_cpu=is_here and not num_gpus)
     fields = check_model_dir(config.model.path)
     check_heads(fields, "rollout.server.tensor", server.tensor)
     _check_model_is_accelerated(fields, server, is_on_cpu=is_here and not num_gpus)
@@ -135,6 +139,26 @@ def _check_extra_args(extra_args: Sequence[str]) -> None:
                     f"rollout.server.extra_args: must hold no {beginning}…, got {argument}: its "
                     f"effect on log-probs would not be checked; set rollout.server.{key}"
                 )
+
+
+def _check_deterministic(extra_args: Sequence[str], *, is_on_cpu: bool) -> None:
+    """Check what SGLang would refuse only when a server starts."""
+    words = [word for argument in extra_args for word in argument.split("=", 1)]
+    if "--enable-deterministic-inference" not in words:
+        return
+    if is_on_cpu:
+        raise ConfigError(
+            "rollout.server.extra_args: --enable-deterministic-inference needs a GPU, got 0 "
+            "visible GPUs, where servers use torch_native attention; leave it out, or set "
+            "rollout.engine=local, whose samples are reproducible"
+        )
+    for option, backend in pairwise(words):
+        if option == "--attention-backend" and backend not in _DETERMINISTIC_ATTENTION:
+            raise ConfigError(
+                "rollout.server.extra_args: --attention-backend must be one of "
+                f"{', '.join(_DETERMINISTIC_ATTENTION)} with --enable-deterministic-inference, got "
+                f"{backend}; use triton"
+            )
 
 
 def check_acceleration(config: RunConfig) -> None:

@@ -50,6 +50,7 @@ DRAFT = (
 MTP = ("rollout.server.speculative.method=mtp", "rollout.server.max_running_requests=64")
 FP8 = ("rollout.server.quantization=fp8", "algorithm.behaviour=recomputed")
 CORRECTED = "algorithm.correction.kind=token"
+DETERMINISTIC = "--enable-deterministic-inference"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,17 @@ CORRECTED = "algorithm.correction.kind=token"
             ["rollout.server.extra_args=[--quantization, fp8]"],
             r"rollout\.server\.extra_args: .*set rollout\.server\.quantization",
         ),
+        *(
+            (
+                [f"rollout.server.extra_args=[{DETERMINISTIC}, {backend}]"],
+                r"rollout\.server\.extra_args: --attention-backend must be one of fa3, fa4, .*"
+                r"got torch_native; use triton",
+            )
+            for backend in (
+                "--attention-backend=torch_native",
+                "--attention-backend, torch_native",
+            )
+        ),
     ],
 )
 def test_servers_that_cannot_be_used_or_spoil_log_probs_or_weight_syncs_are_refused(
@@ -153,6 +165,19 @@ def test_acceleration_passes_where_it_is_exact_or_corrected(check: Check) -> Non
     check(*FP8, CORRECTED, num_gpus=8)
     with pytest.raises(ConfigError, match=r"without a GPU, got none and fp8"):
         check(*FP8, CORRECTED)
+
+
+def test_deterministic_inference_needs_a_gpu_and_one_of_sglang_s_backends_for_it(
+    check: Check,
+) -> None:
+    for backend in ("", ", --attention-backend=triton", ", --attention-backend, fa3"):
+        check(f"rollout.server.extra_args=[{DETERMINISTIC}{backend}]", num_gpus=8)
+        check(f"rollout.server.extra_args=[{DETERMINISTIC}{backend}]", is_here=False)
+    check("rollout.server.extra_args=[--attention-backend=torch_native]", num_gpus=8)
+    with pytest.raises(
+        ConfigError, match=r"extra_args: .* needs a GPU, got 0 visible GPUs, .*local"
+    ):
+        check(f"rollout.server.extra_args=[{DETERMINISTIC}]")
 
 
 def test_drafts_are_refused_that_are_not_exact_or_have_no_model(check: Check) -> None:
