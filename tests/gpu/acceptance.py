@@ -235,6 +235,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--columns", type=int, default=19008, help="152,064 over 8 ranks")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=12, help="of the demo with SGLang")
+    parser.add_argument("--overrides", nargs="*", default=[], help="key=value, the same")
     sizes = ["0.5B", "1.5B", "0.8B experts", "0.5B hybrid"]
     parser.add_argument("--sizes", nargs="+", default=sizes)
     return parser.parse_args(arguments)

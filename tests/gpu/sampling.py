@@ -36,6 +36,7 @@ def sglang(options: argparse.Namespace) -> Iterator[Check]:
         f"eval.sets=[{{path: {demo}/heldout.jsonl, name: heldout}}]",
         f"train.steps={options.steps}",
         "rollout.weight_sync.verify=every",
+        *options.overrides,
     ]
     if on_gpu:  # servers on a CPU have no memory to release
         colocated = ["rollout.colocated=true", "rollout.async_steps=0"]
