@@ -18,9 +18,10 @@ from bapo_megatron.config.check import packing_multiples
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
+from bapo_megatron.policy.adapters import adapted
 from bapo_megatron.policy.families.base import HfConfig
 from bapo_megatron.policy.hf_config import check_division, check_frozen_model
-from bapo_megatron.policy.weight_table import sequence_flops
+from bapo_megatron.policy.weight_table import layer_weights, sequence_flops
 from bapo_megatron.runtime.gpus import Gpu
 
 Group = Literal["tensor", "context", "pipeline", "data", "expert"]
@@ -296,9 +297,15 @@ class Scenario:
 
     @property
     def groups_experts(self) -> bool:
-        """Whether our own layers compute a rank's experts together (``policy.experts``)."""
-        is_local = self.assumptions.layers == "local"
-        return is_local and self.hf.experts is not None and not self.config.model.lora.rank
+        """Whether our own layers compute a rank's experts together (``policy.experts``).
+
+        Their own adapters have them computed one by one, those of other linears do not.
+        """
+        hf, lora = self.hf, self.config.model.lora
+        if self.assumptions.layers != "local" or hf.experts is None:
+            return False
+        weights = (w for layer in range(hf.num_layers) for w in layer_weights(hf, layer).expert)
+        return not lora.rank or not any(adapted(weight, hf, lora) for weight in weights)
 
     @property
     def recomputes_all(self) -> bool:

@@ -18,7 +18,7 @@ from bapo_megatron.tools.planning.memory import (
     stage_parameters,
     workspace_bytes,
 )
-from bapo_megatron.tools.planning.scenario import Layout, plan_workload
+from bapo_megatron.tools.planning.scenario import LayerKind, Layout, plan_workload
 from tests.tools.planning.cases import (
     IN_FLIGHT,
     LENGTHS,
@@ -125,6 +125,26 @@ def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
     assert chunk_bytes(run) == 28 * 41_758
     by_four = scenario(hf, layout, megatron={"recompute": "full", "recompute_layers": 4})
     assert chunk_bytes(by_four) == 7 * 2 * 3584 / 4
+
+
+@pytest.mark.parametrize(
+    ("layers", "lora", "is_grouped"),
+    [
+        ("local", {}, True),
+        ("local", {"rank": 8, "targets": ["q_proj", "o_proj"]}, True),
+        ("local", {"rank": 8, "targets": ["q_proj", "down_proj"]}, False),
+        ("local", {"rank": 8}, False),
+        ("transformer-engine", {}, False),
+    ],
+)
+def test_only_adapters_of_experts_have_them_computed_one_by_one(
+    layers: LayerKind, lora: dict[str, Any], is_grouped: bool
+) -> None:
+    hf = small_model("qwen3_moe", 2)
+    run = scenario(hf, Layout(), layers, model={"path": "x", "lora": lora})
+    assert run.groups_experts == is_grouped
+    # A grouped product copies the gates and up projections of 8 experts, of 96 channels.
+    assert stacked_bytes(run) == pytest.approx(is_grouped * 2 * 8 * 2 * 96 * 256)
 
 
 def test_chunked_logits_do_not_grow_with_the_vocabulary_times_the_length() -> None:
