@@ -1,18 +1,21 @@
 """Text and tables of the page: overview, differences, evaluations."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from bapo_megatron.config.settings import public_setting
-from bapo_megatron.evaluation.estimators import difference_over_seeds, student_interval
-from bapo_megatron.evaluation.results import limits_of, read_results
+from bapo_megatron.evaluation.estimators import PairedDifference
+from bapo_megatron.evaluation.results import read_results
 from bapo_megatron.evaluation.samples import ResultsError
-from bapo_megatron.tools.compare import compare_results, evaluations_in
+from bapo_megatron.tools.compare import (
+    compare_groups,
+    compare_results,
+    evaluations_in,
+    group_scores,
+)
 from bapo_megatron.tools.report.checks import CHECKS, findings_of
 from bapo_megatron.tools.report.runs import Row, RunGroup, RunRecord
 from bapo_megatron.types import EvalResult
@@ -163,66 +166,48 @@ def _change(results: Mapping[int, EvalResult], step: int) -> str:
         )
     except ResultsError:  # a resumed run may have other data under the same name
         return "other problems"
-    paired = compared[0].scores[0].paired
-    return _points(paired.difference, paired.low, paired.high)
+    return _points(compared[0].scores[0].paired)
 
 
 def seed_table(groups: Sequence[RunGroup]) -> Table:
     """Return the last scores of groups of seeds, a row per set and group.
 
     Intervals are Student's, over seeds. The difference from the first group is paired by seed; it
-    is empty where the two have fewer than two seeds in common, or were scored at other steps.
+    is empty where the two have fewer than two seeds in common, or were scored at other steps or on
+    other problems.
     """
     headings = ["configuration", "set", "step", "seeds", "avg@k, mean (interval over seeds)"]
     several = [group for group in groups if len(group.runs) > 1]
     if len(several) > 1:
         headings.append(f"against {several[0].label}, paired, pp")
-    names = dict.fromkeys(name for group in several for run in group.runs for name in run.eval_sets)
-    rows = []
-    for name in names:
-        metric = f"eval/{name}/avg_at_k"
-        base = _last_scores(several[0], metric)
-        for group in several:
-            step, scores = _last_scores(group, metric)
-            if len(scores) < 2:
-                continue
-            values_S = np.array(list(scores.values()))
-            limits = _limits([group], name, step)
-            text = _interval(values_S.mean(), *student_interval(values_S, limits=limits))
-            row = [group.label, name, step, len(scores), text]
-            if len(several) > 1:
-                shared = [seed for seed in scores if seed in base[1] and step == base[0]]
-                pairs = [scores[seed] - base[1][seed] for seed in shared]
-                limit = _limits([several[0], group], name, step)[1]
-                row.append(_difference(pairs, limit) if group is not several[0] else "")
-            rows.append(row)
+    last = [_last_results(group) for group in several]
+    rows: list[list[Any]] = []
+    for group, (step, results) in zip(several, last, strict=True):
+        differences = {}
+        first_step, first = last[0]
+        if results is not first and step == first_step:
+            with suppress(ResultsError):
+                compared = compare_groups(first, results, k_values=(), common_only=True)
+                differences = {c.set_name: c.scores[0].paired for c in compared}
+        for score in group_scores(results) if results else ():
+            if score.name.startswith("avg@") and score.low is not None and score.high is not None:
+                interval = _interval(score.mean, score.low, score.high)
+                row = [group.label, score.set_name, step, len(score.by_seed), interval]
+                if len(several) > 1:
+                    paired = differences.get(score.set_name)
+                    row.append(f"{_points(paired)}, p = {paired.p_value:.2g}" if paired else "")
+                rows.append(row)
+    rows.sort(key=lambda row: row[1])
     return {"headings": headings, "rows": rows}
 
 
-def _last_scores(group: RunGroup, metric: str) -> tuple[int, dict[str, float]]:
-    """The last step at which all runs of a group have a score, and each run's by its seed."""
-    scores = {run.seed: dict(run.points(metric)) for run in group.runs}
-    step = max(set.intersection(*map(set, scores.values())), default=None)
+def _last_results(group: RunGroup) -> tuple[int, dict[Any, list[EvalResult]]]:
+    """The last step at which all runs of a group were evaluated, and the results by their seeds."""
+    files = {run.seed: evaluations_in(run.path) for run in group.runs}
+    step = max(set.intersection(*map(set, files.values())), default=None)
     if step is None:
         return 0, {}
-    return int(step), {seed: by_step[step] for seed, by_step in scores.items()}
-
-
-def _limits(groups: Sequence[RunGroup], name: str, step: int) -> tuple[float, float]:
-    """The least and the greatest avg@k of a set that these runs, scored at ``step``, can have."""
-    files = [evaluations_in(run.path).get(step) for group in groups for run in group.runs]
-    if None in files:
-        return -math.inf, math.inf
-    results = [result for file in filter(None, files) for result in read_results(file)]
-    return limits_of("avg@k", [p for r in results if r.name == name for p in r.problems])
-
-
-def _difference(pairs: Sequence[float], limit: float) -> str:
-    """A mean difference over seeds, with its interval and p-value; empty for fewer than two."""
-    if len(pairs) < 2:
-        return ""
-    paired = difference_over_seeds(np.array(pairs), limit)
-    return f"{_points(paired.difference, paired.low, paired.high)}, p = {paired.p_value:.2g}"
+    return step, {seed: read_results(by_step[step]) for seed, by_step in files.items()}
 
 
 def _score(row: Row, metric: str) -> str:
@@ -237,8 +222,9 @@ def _interval(value: float, low: float, high: float) -> str:
     return f"{value:.1%} ({low:.1%} … {high:.1%})"
 
 
-def _points(*values: float) -> str:
+def _points(paired: PairedDifference) -> str:
     """A difference of shares and its interval in percentage points."""
+    values = (paired.difference, paired.low, paired.high)
     texts = (f"{100 * value:+.1f}".replace("-", "−") for value in values)
     return "{} ({} … {})".format(*texts)
 

@@ -106,12 +106,9 @@ def test_runs_of_other_settings_are_groups_of_their_own() -> None:
     assert table["rows"] == [["optimizer.k", "none", "1", "2"]]
 
 
-def test_a_seed_that_a_group_has_already_begins_another_one() -> None:
-    row = {"step": 1, "eval/a/avg_at_k": 0.5}
-    runs = [
-        run_of(row, name=name, **{"train.steps": 1, "seed": seed})
-        for name, seed in (("a-0", 0), ("again", 0), ("a-1", 1))
-    ]
+def test_a_seed_that_a_group_has_already_begins_another_one(tmp_path: Path) -> None:
+    names = {"a-0": 0, "again": 0, "a-1": 1}
+    runs = [scored(tmp_path / name, 5, seed) for name, seed in names.items()]
     groups, differing = group_runs(runs)
     assert [(g.label, len(g.runs)) for g in groups] == [("a (2 seeds)", 2), ("again", 1)]
     assert differing == []
@@ -136,16 +133,27 @@ def test_a_group_is_called_what_the_names_of_its_runs_share(
     assert group.label == label
 
 
-def test_scores_have_intervals_over_seeds_and_differences_are_paired_by_seed() -> None:
-    scores = {"bapo": (0.5, 0.6, 0.7), "clip": (0.6, 0.8, 0.7), "none": (0.9,)}
+def scored(path: Path, num_right: int, seed: int, step: int = 4, **settings: object) -> RunRecord:
+    """A run of which so many of ten problems are right after a step."""
+    answers = {f"a:{row}": ["2" if row < num_right else "3"] for row in range(10)}
+    scores = [result(answers, name="heldout")]
+    write_results(scores, path / "eval" / f"step_{step:06d}.json")
+    return RunRecord(
+        path, path.name, ({"step": step},), {"train.steps": 1, "seed": seed, **settings}
+    )
+
+
+def test_scores_have_intervals_over_seeds_and_differences_are_paired_by_seed(
+    tmp_path: Path,
+) -> None:
+    scores = {"bapo": (5, 6, 7), "clip": (6, 8, 7), "late": (6, 8), "none": (9,)}
     runs = [
-        run_of(
-            {"step": 4, "eval/heldout/avg_at_k": score},
-            name=f"{name}-{seed}",
-            **{"algorithm.objective": name, "seed": seed},
+        scored(
+            *(tmp_path / f"{name}-{seed}", num_right, seed, 4 + (name == "late")),
+            **{"algorithm.objective": name},
         )
         for name, values in scores.items()
-        for seed, score in enumerate(values)
+        for seed, num_right in enumerate(values)
     ]
     table = seed_table(group_runs(runs)[0])
     # Both standard deviations are 0.1, so half an interval is 4.3027 × 0.1 / √3; t of the mean
@@ -156,6 +164,7 @@ def test_scores_have_intervals_over_seeds_and_differences_are_paired_by_seed() -
             *("clip (3 seeds)", "heldout", 4, 3, "70.0% (45.2% … 94.8%)"),
             "+10.0 (−14.8 … +34.8), p = 0.23",
         ],
+        ["late (2 seeds)", "heldout", 5, 2, "70.0% (0.0% … 100.0%)", ""],
     ]
     assert seed_table(group_runs(runs[-1:])[0])["rows"] == []
 
@@ -370,16 +379,6 @@ def test_checks_have_a_column_for_every_seed() -> None:
         ["data set without reward", *["not measured, 0 of 3 steps"] * 2],
     ]
     assert len(shown["results"]) == 36
-
-
-def test_a_curve_and_a_score_that_hide_those_of_another_run_name_it() -> None:
-    rows = series("reward/mean", [0.1, 0.2, 0.3, 0.9])
-    rows[3]["eval/heldout/avg_at_k"] = 0.5
-    almost = [*rows[:3], {**rows[3], "reward/mean": 0.8}]
-    other = [{**row, "reward/mean": 0.5, "eval/heldout/avg_at_k": 0.6} for row in rows]
-    panel = panels(*(run_of(*r, name=str(n)) for n, r in enumerate((rows, other, rows, almost))))[0]
-    assert [curve.get("same_as") for curve in panel["curves"]] == [None, None, 0, 0]
-    assert [points.get("same_as") for points in panel["points"]] == [None, None, 0, 0]
 
 
 def test_progress_sums_the_tokens_and_prompts_that_a_run_had_used_at_each_step() -> None:
