@@ -14,8 +14,6 @@ _COLUMNS = 4
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MARKERS = "osD^v"
 _GREY = "0.35"
-_HALO = 3.0
-"""Points by which a curve is wider than the one on top of it."""
 
 
 def draw_dynamics(run_dirs: Sequence[Path], out: Path) -> None:
@@ -63,25 +61,20 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
 
     names = list(dict.fromkeys(part["name"] for part in (*panel["curves"], *panel["points"])))
     looks: dict[str, dict[str, Any]] = {}
-    for part, num_above in (*_with_depth(panel["curves"]), *_with_depth(panel["points"])):
+    for part in (*panel["curves"], *panel["points"]):
         number = names.index(part["name"])
         color = colors[part["group"]] if len(colors) > 1 else f"C{number}"
         x, y = part["x"], part["y"]
         if "run" in part:  # the scores of one run
-            look = {
-                "linestyle": "",
-                "marker": _MARKERS[number % len(_MARKERS)],
-                "markersize": 5 + _HALO * num_above,
-            }
+            look = {"linestyle": "", "marker": _MARKERS[number % len(_MARKERS)], "markersize": 5}
             below = [max(0.0, mean - low) for mean, low in zip(y, part["low"], strict=True)]
             above = [max(0.0, high - mean) for mean, high in zip(y, part["high"], strict=True)]
             axis.errorbar(x, y, [below, above], color=color, elinewidth=1, **look)
         else:
             look = {"linestyle": _LINE_STYLES[number % len(_LINE_STYLES)], "linewidth": 1.6}
-            border = {"linewidth": 1.6 + _HALO * num_above, "alpha": 0.45} if num_above else {}
             # A line shows no single point.
             single = {"marker": "o", "markersize": 4} if len(x) == 1 else {}
-            axis.plot(x, y, color=color, **look | border | single)
+            axis.plot(x, y, color=color, **look | single)
             if "low" in part:
                 axis.fill_between(x, part["low"], part["high"], color=color, alpha=0.15, lw=0)
         looks[_plain(part["name"])] = look | {"color": color if len(colors) == 1 else _GREY}
@@ -95,12 +88,6 @@ def _draw_panel(axis: Any, panel: Mapping[str, Any], colors: Sequence[Any]) -> N
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "frameon": False}
     size = {"fontsize": 8, "ncols": 3, "handlelength": 1.6, "columnspacing": 1.0}
     axis.legend(handles, looks.keys(), **place, **size)
-
-
-def _with_depth(parts: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Each part, and how many later ones lie on it: it is drawn as a border around them."""
-    first = [part.get("same_as", number) for number, part in enumerate(parts)]
-    return [(part, first[number + 1 :].count(first[number])) for number, part in enumerate(parts)]
 
 
 def _distinct_colors(num_colors: int) -> list[Any]:

@@ -113,14 +113,3 @@ def test_a_score_has_its_interval(figure: Any) -> None:
 def test_more_runs_than_a_palette_has_still_differ(tmp_path: Path) -> None:
     figure = dynamics_figure([write_run(tmp_path, f"own{n}:loss", 0) for n in range(23)])
     assert len({to_hex(line.get_color()) for line in figure.legends[0].get_lines()}) == 23
-
-
-def test_a_run_whose_curves_lie_under_those_of_its_replay_shows_as_a_border(
-    tmp_path: Path,
-) -> None:
-    figure = dynamics_figure([write_run(tmp_path / name, "bapo", 0) for name in ("a", "replay")])
-    lines = axis_of(figure, "Policy entropy").get_lines()
-    assert [(line.get_linewidth(), line.get_alpha()) for line in lines] == [
-        (4.6, 0.45),
-        (1.6, None),
-    ]

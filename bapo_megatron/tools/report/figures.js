@@ -7,7 +7,7 @@ const Figures = (() => {
   const EVENT_KINDS = ["sync", "evaluation", "fault", "restart"];
   const hidden = { groups: new Set(), events: new Set() };
   const PRINT_WIDTH = { panel: 320, wide: 660 };
-  const WIDTH = 1.8, HALO = 3.6, MAX_DEPTH = 2;
+  const WIDTH = 1.8;
   let data, eventRun = 0, timeRun = 0, plots = [], marked = null, isZooming = false, isPrinting = false;
   let axis = "step", smoothing = 0, places = new Map(), steps = [];
 
@@ -77,31 +77,14 @@ const Figures = (() => {
     });
   }
 
-  // The shown curves, or scores, that lie on each other, first drawn first; more than one.
-  function stacks(parts) {
-    const byFirst = new Map();
-    parts.forEach((part, number) => {
-      const first = part.same_as ?? number;
-      if (!hidden.groups.has(part.group)) byFirst.set(first, [...(byFirst.get(first) ?? []), part]);
-    });
-    return [...byFirst.values()].filter((stack) => stack.length > 1);
-  }
-
-  // How many lie above it.
-  function depth(part, stacked) {
-    const stack = stacked.find((other) => other.includes(part)) ?? [part];
-    return Math.min(MAX_DEPTH, stack.length - 1 - stack.indexOf(part));
-  }
-
   function curveTraces(panel) {
-    const names = curveNames(panel), stacked = stacks(panel.curves);
+    const names = curveNames(panel);
     return panel.curves.filter((curve) => !hidden.groups.has(curve.group)).flatMap((curve) => {
       const style = styleOf(curve.group, names.indexOf(curve.name));
-      const above = depth(curve, stacked); // a curve below others is a border around them
       const line = {
         x: xOf(curve), y: curve.y, mode: curve.x.length === 1 ? "markers" : "lines", type: "scatter",
-        line: { color: above ? faded(style.color, 0.6) : style.color, dash: above ? "solid" : style.dash, width: WIDTH + HALO * above },
-        marker: { color: style.color, size: 6 + HALO * above },
+        line: { color: style.color, dash: style.dash, width: WIDTH },
+        marker: { color: style.color, size: 6 },
       };
       const isSmooth = smoothing > 0 && curve.x.length > 1;
       const lines = isSmooth
@@ -118,14 +101,14 @@ const Figures = (() => {
   }
 
   function pointTraces(panel) {
-    const names = pointNames(panel), first = curveNames(panel).length, stacked = stacks(panel.points);
+    const names = pointNames(panel), first = curveNames(panel).length;
     return panel.points.filter((points) => !hidden.groups.has(points.group)).map((points) => {
       const number = names.indexOf(points.name);
       const shown = data.groups.length === 1 ? color(first + number) : color(points.group);
       const difference = (from, to) => from.map((value, at) => value - to[at]);
       return {
         x: xOf(points), y: points.y, mode: "markers", type: "scatter",
-        marker: { color: shown, size: 8 + HALO * depth(points, stacked), symbol: ["circle", "diamond", "square"][number % 3] },
+        marker: { color: shown, size: 8, symbol: ["circle", "diamond", "square"][number % 3] },
         error_y: {
           type: "data", symmetric: false, thickness: 1.5, width: 4, color: shown,
           array: difference(points.high, points.y), arrayminus: difference(points.y, points.low),
@@ -233,18 +216,9 @@ const Figures = (() => {
       const style = styleOf(0, number);
       return key(name, one ? style : { ...style, color: css("--quiet") }, "curve");
     });
-    // Configurations whose curves lie on each other, with the names of the curves; or these names.
-    const same = new Map();
-    for (const stack of stacks(panel.curves)) {
-      const isOne = !one && stack.every((curve) => curve.name === stack[0].name);
-      const label = (curve) => [...(one ? [] : [data.groups[curve.group].label]), ...(isOne ? [] : [curve.name])].join(" ");
-      const equal = stack.map(label).join(" = ");
-      same.set(equal, [...(same.get(equal) ?? []), ...(isOne ? [stack[0].name] : [])]);
-    }
-    const labels = [...same].map(([equal, curves]) => equal + (curves.length && curves.length < names.length ? ` (${curves.join(", ")})` : ""));
     return [...all, ...points.map((name, number) => key(
       name, { color: one ? color(names.length + number) : css("--quiet") }, "point"
-    )), ...(labels.length ? [el("span", { class: "same" }, `Same curve: ${labels.join("; ")}`)] : [])];
+    ))];
   }
 
   function draw(panel, plot) {

@@ -20,10 +20,6 @@ _ALL_NUMBERS = 500_000
 _MAX_OWN_PANELS = 8
 """Limit of the panels with one metric of a reward function; the page can draw the others."""
 _MIN_PHASE_SHARE = 0.0005
-_EQUAL_SHARE = 0.75
-"""Share of its steps at which a curve lies on another one, if it hides it."""
-_EQUAL_RANGE = 0.005
-"""Share of a panel's range that is less than the width of a line."""
 _AXES = {
     "trained tokens": "train/trained_tokens",
     "generated tokens": "rollout/generated_tokens",
@@ -201,9 +197,8 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Return the panels that have a curve.
 
     A curve has ``group`` (its number), ``name``, ``x`` and ``y``; with several seeds ``y`` is their
-    mean, and ``low`` and ``high`` the smallest and largest of them. A curve that hides an earlier
-    one has its number in ``same_as``. ``points`` are accuracies with their intervals, one entry per
-    run and evaluation set, with ``same_as`` among themselves.
+    mean, and ``low`` and ``high`` the smallest and largest of them. ``points`` are accuracies with
+    their intervals, one entry per run and evaluation set.
     """
     panels = []
     limit = min(_MAX_POINTS, max(100, _ALL_POINTS // len(groups)))
@@ -215,7 +210,6 @@ def panels_of(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
             for run in group.runs
             for points in (_scores_of(run) if panel.scores else [])
         ]
-        _mark_equal(points)
         if curves or points:
             keys = ("title", "unit", "log", "from_zero", "min_top", "note")
             about = {key: getattr(panel, key) for key in keys}
@@ -247,31 +241,12 @@ def metric_curves(groups: Sequence[RunGroup]) -> dict[str, list[dict[str, Any]]]
 
 
 def _curves_of(panel: Panel, groups: Sequence[RunGroup], limit: int) -> list[dict[str, Any]]:
-    curves = [
+    return [
         {"group": number, "name": name, **curve}
         for number, group in enumerate(groups)
         for name, metric in _metrics_of(panel, group).items()
         if (curve := _curve_of(group.runs, metric, limit))
     ]
-    _mark_equal(curves)
-    return curves
-
-
-def _mark_equal(curves: Sequence[dict[str, Any]]) -> None:
-    """Set ``same_as`` in curves, or scores, that hide an earlier one of their panel."""
-    values = [value for curve in curves for value in curve["y"]]
-    tolerance = _EQUAL_RANGE * (max(values) - min(values)) if values else 0.0
-    uppermost: dict[int, dict[float, float]] = {}
-    for number, curve in enumerate(curves):
-        points = dict(zip(curve["x"], curve["y"], strict=True))
-        for other, other_points in uppermost.items():
-            shared = points.keys() & other_points.keys()
-            num_equal = sum(abs(points[step] - other_points[step]) <= tolerance for step in shared)
-            if shared and num_equal >= _EQUAL_SHARE * len(shared):
-                curve["same_as"] = other
-                break
-        else:
-            uppermost[number] = points
 
 
 def progress_of(run: RunRecord) -> dict[str, list[float]]:

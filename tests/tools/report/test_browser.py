@@ -392,22 +392,6 @@ def test_at_one_number_of_tokens_every_configuration_has_its_own_step(tmp_path: 
 
 
 @pytest.mark.browser
-def test_a_curve_under_that_of_a_replay_shows_as_a_border_and_in_words(tmp_path: Path) -> None:
-    page = write_page(tmp_path, *write_replayed(tmp_path))
-    widths = "document.querySelector('#panels .plot').data"
-    widths += ".filter(trace => !trace.yaxis && trace.mode === 'lines').map(t => t.line.width)"
-
-    async def look(tab: Tab) -> None:
-        assert await tab.run(widths) == pytest.approx([5.4, 1.8])
-        assert await text(tab, "#panels .same") == "Same curve: first = again"
-        await tab.run("document.querySelectorAll('#group-legend input')[1].click()")
-        assert await tab.run(widths) == [1.8]
-        assert await tab.run("document.querySelector('#panels .same')") is None
-
-    visit(page, look)
-
-
-@pytest.mark.browser
 def test_tables_fit_a_wide_window_and_show_on_a_phone_that_they_go_on(tmp_path: Path) -> None:
     seeds = [make_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(3)]
     page = write_page(tmp_path, *seeds, *write_replayed(tmp_path))
