@@ -26,6 +26,7 @@ from bapo_megatron.runtime.gpus import Gpu
 
 Group = Literal["tensor", "context", "pipeline", "data", "expert"]
 
+FLOAT32_BYTES = 4
 MAX_GPUS = 1 << 16
 MAX_VIRTUAL = 8
 """Limit of chunks per stage in listed layouts."""
@@ -279,7 +280,7 @@ class Scenario:
     @property
     def element_bytes(self) -> int:
         """Bytes of an element of weights and activations."""
-        return 4 if self.config.model.dtype == "float32" else 2
+        return FLOAT32_BYTES if self.config.model.dtype == "float32" else 2
 
     @property
     def whole_hidden_bytes(self) -> int:

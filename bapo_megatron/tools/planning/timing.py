@@ -16,14 +16,19 @@ micro-batch on a rank, h hidden size, k key channels, e bytes of an element, L l
 from dataclasses import dataclass, replace
 
 from bapo_megatron.tools.planning.memory import (
-    FLOAT32_BYTES,
     RolloutMemory,
     StageMemory,
     model_parameters,
     visited_parameters,
     waiting_parameters,
 )
-from bapo_megatron.tools.planning.scenario import Group, Scenario, Workload, plan_workload
+from bapo_megatron.tools.planning.scenario import (
+    FLOAT32_BYTES,
+    Group,
+    Scenario,
+    Workload,
+    plan_workload,
+)
 
 ADAM_TRAFFIC_BYTES = 30
 """Read and written for each parameter of a rank's share: gradient 4, master weight, two moments

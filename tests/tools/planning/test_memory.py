@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.tools.planning.memory import (
+from bapo_megatron.tools.planning.activations import (
     chunk_bytes,
-    chunks_in_flight,
     layer_tensors,
     logits_bytes,
-    model_parameters,
     norm_bytes,
-    plan_memory,
     recomputed_bytes,
+    workspace_bytes,
+)
+from bapo_megatron.tools.planning.memory import (
+    chunks_in_flight,
+    model_parameters,
+    plan_memory,
     stacked_bytes,
     stage_parameters,
-    workspace_bytes,
 )
 from bapo_megatron.tools.planning.scenario import LayerKind, Layout, plan_workload
 from tests.tools.planning.cases import (
