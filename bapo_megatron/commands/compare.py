@@ -33,10 +33,6 @@ def command(
     second: Annotated[
         Path, typer.Argument(metavar="B", help="Of the same kind as A; differences are B − A.")
     ],
-    resamples: Annotated[
-        int, typer.Option(min=100, max=1_000_000, help="Resamples of the bootstrap over problems.")
-    ] = 10000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
     common: Annotated[
         bool, typer.Option("--common", help="Compare only problems and seeds that both have.")
     ] = False,
@@ -54,17 +50,11 @@ def command(
     k_values = EvalConfig().k_values
     try:
         if groups[0]:
-            comparisons = compare_groups(
-                *map(read_group, groups), k_values=k_values, common_only=common
-            )
+            by_seed = map(read_group, groups)
+            comparisons = compare_groups(*by_seed, k_values=k_values, common_only=common)
         else:
-            comparisons = compare_results(
-                *map(_results_of, (first, second)),
-                k_values=k_values,
-                num_resamples=resamples,
-                seed=seed,
-                common_only=common,
-            )
+            results = map(_results_of, (first, second))
+            comparisons = compare_results(*results, k_values=k_values, common_only=common)
     except ResultsError as error:
         raise ResultsError(f"{first} (A), {second} (B): {error}") from error
     if as_json:

@@ -33,6 +33,8 @@ ResultsBySeed = Mapping[int, Results]
 Estimates = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Estimates that both have and a table needs, by name: [P] of the first and of the second."""
 
+_NUM_RESAMPLES = 10_000
+"""Of the bootstrap over problems."""
 _COMPARED_SETTINGS = (
     *("samples_per_prompt", "temperature", "max_response_tokens", "prompts"),
     *("reward", "environment", "max_turns"),
@@ -151,13 +153,7 @@ def read_group(run_dirs: Sequence[Path]) -> ResultsBySeed:
 
 
 def compare_results(
-    first: Results,
-    second: Results,
-    *,
-    k_values: Sequence[int],
-    num_resamples: int,
-    seed: int,
-    common_only: bool,
+    first: Results, second: Results, *, k_values: Sequence[int], common_only: bool
 ) -> list[Comparison]:
     """Compare every set that both have, by name; where each has one set, those two.
 
@@ -172,7 +168,7 @@ def compare_results(
     for comparison, estimates in _pairs(first, second, k_values, common_only=common_only):
         scores = []
         for name, (first_P, second_P) in estimates.items():
-            paired = paired_difference(second_P - first_P, num_resamples, seed)
+            paired = paired_difference(second_P - first_P, _NUM_RESAMPLES, seed=0)
             means = float(first_P.mean()), float(second_P.mean())
             scores.append(ScoreDifference(name, *means, paired))
         comparisons.append(replace(comparison, scores=tuple(scores)))

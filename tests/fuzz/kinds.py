@@ -22,7 +22,7 @@ RESUME = "train {intact}/replay.yaml resume=true " + RUN
 CONVERT = "convert model target"
 PLOT = "plot run --out picture.png"
 GRADE_AGAIN = "eval --from sums.jsonl --out again"
-COMPARE = "compare eval.json {intact}/eval.json --resamples 100"
+COMPARE = "compare eval.json {intact}/eval.json"
 
 
 # --- configuration ----------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_compare_says_whether_its_interval_is_about_problems_or_seeds(
     (comparison,) = json.loads(shown(grpo, bapo, "--json"))
     assert comparison["seeds"] == [0, 1, 2]
 
-    by_problem = shown(f"{grpo}/seed0", f"{bapo}/seed0", "--resamples", "200")
+    by_problem = shown(f"{grpo}/seed0", f"{bapo}/seed0")
     assert "across problems, not seeds" in by_problem
     assert "+20.00%" in by_problem
 

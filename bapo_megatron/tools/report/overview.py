@@ -20,9 +20,6 @@ from bapo_megatron.tools.report.checks import CHECKS, findings_of
 from bapo_megatron.tools.report.runs import Row, RunGroup, RunRecord
 from bapo_megatron.types import EvalResult
 
-_RESAMPLES = 2000
-"""Resamples for the interval of a change; intervals of the scores come from the run."""
-
 Table = dict[str, Sequence[Any]]
 """``headings``, and ``rows`` of as many texts or numbers."""
 
@@ -161,9 +158,7 @@ def _change(results: Mapping[int, EvalResult], step: int) -> str:
     if first is None or last is None or first is last:
         return ""
     try:
-        compared = compare_results(
-            *([first], [last]), k_values=(), num_resamples=_RESAMPLES, seed=0, common_only=True
-        )
+        compared = compare_results([first], [last], k_values=(), common_only=True)
     except ResultsError:  # a resumed run may have other data under the same name
         return "other problems"
     return _points(compared[0].scores[0].paired)
