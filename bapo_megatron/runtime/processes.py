@@ -468,3 +468,10 @@ def _end_later(unraisable: "sys.UnraisableHookArgs") -> None:
 
     signal.signal(signal.SIGALRM, try_again)
     signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+
+
+if __name__ == "__main__":
+    # Become a command, ``sys.argv[1:]``, that gets SIGTERM when its owner is gone, even if killed.
+    end_with_parent(signal.SIGTERM)
+    if os.getppid() == int(os.environ[OWNER_PID_VARIABLE]):
+        os.execv(sys.argv[1], sys.argv[1:])  # keeps the parent-death signal

@@ -43,7 +43,7 @@ def test_arms_are_the_variants_of_one_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_base(tmp_path)  # a model, and prompts as of examples.tiny
-    monkeypatch.setattr(demo_runs, "run_sweep", lambda sweep: [])
+    monkeypatch.setattr(demo_runs, "run_sweep", lambda sweep: {})
     arms = {name: objectives.ARMS[name] for name in ("bapo", "clip, dual_clip 3")}
     runs = demo_runs.train_variants(
         tmp_path, tmp_path / "runs", arms, common=["rollout.engine=local"], seeds=2, steps=3

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,14 +62,6 @@ exit "$status"
 
 
 @dataclass(frozen=True, slots=True)
-class FailedRun:
-    """A run that ended without its last step."""
-
-    run: PlannedRun
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Active:
     """A run in progress."""
 
@@ -79,8 +71,8 @@ class _Active:
     began_s: float
 
 
-def run_sweep(sweep: Sweep) -> list[FailedRun]:
-    """Begin or continue every run that is not finished; return those that failed.
+def run_sweep(sweep: Sweep) -> dict[str, str]:
+    """Begin or continue every run that is not finished; return why some failed, by their labels.
 
     A failed run does not stop the others. On an interrupt, or any other end of this process, the
     runs in progress save and end; a second interrupt ends them at once.
@@ -89,100 +81,95 @@ def run_sweep(sweep: Sweep) -> list[FailedRun]:
         ValueError: Another sweep, or what is left of one, works in the directory.
         InterruptedRunError: It was interrupted.
     """
+    active: list[_Active] = []
     with _locked(sweep.config.dir) as lock_file, ProgressLine() as progress:
-        loop = _Loop(sweep, lock_file, progress)
         try:
-            return loop.run()
+            return _run_all(sweep, active, lock_file, progress)
         except KeyboardInterrupt:
             raise InterruptedRunError("interrupted; rerun the command to continue") from None
         finally:
-            loop.stop()
+            _stop(active)
 
 
-class _Loop:
-    """Keeps ``jobs`` runs in progress."""
+def _run_all(
+    sweep: Sweep, active: list[_Active], lock_file: IO[bytes], progress: ProgressLine
+) -> dict[str, str]:
+    """Keep ``jobs`` runs in progress, listed in ``active``; return the failures at the end."""
+    num_runs, failures = len(sweep.runs), {}
+    waiting = [run for run in sweep.runs if not run.is_finished]
+    free = list(range(sweep.config.jobs))
+    if len(waiting) < num_runs:
+        say(f"{num_runs - len(waiting)} of {num_runs} runs are finished already")
+    shown_s = 0.0
+    while waiting or active:
+        while waiting and free:
+            active.append(_start(sweep, waiting.pop(0), free.pop(0), lock_file))
+        for ended in [entry for entry in active if entry.process.poll() is not None]:
+            active.remove(ended)
+            free.append(ended.slot)
+            end_group(ended.process)
+            took_s = time.monotonic() - ended.began_s
+            if reason := _failure(ended):
+                failures[ended.run.label] = reason
+                say(f"{ended.run.label}: failed after {took_s:,.0f} s: {reason}")
+            else:
+                say(f"{ended.run.label}: finished, {took_s:,.0f} s")
+        if time.monotonic() - shown_s >= _PROGRESS_S:
+            shown_s = time.monotonic()
+            steps = ", ".join(f"{a.run.label} step {_last_step(a.run)}" for a in active)
+            progress.update(f"{num_runs - len(waiting) - len(active)}/{num_runs} runs: {steps}")
+        time.sleep(_POLL_S)
+    return failures
 
-    def __init__(self, sweep: Sweep, lock_file: IO[bytes], progress: ProgressLine) -> None:
-        self._sweep, self._lock_file, self._progress = sweep, lock_file, progress
-        self._waiting = [run for run in sweep.runs if not run.is_finished]
-        self._free = list(range(sweep.config.jobs))
-        self._active: list[_Active] = []
-        self._failures: list[FailedRun] = []
 
-    def run(self) -> list[FailedRun]:
-        """Return the failures once every run has ended."""
-        num_runs = len(self._sweep.runs)
-        if len(self._waiting) < num_runs:
-            say(f"{num_runs - len(self._waiting)} of {num_runs} runs are finished already")
-        shown_s = 0.0
-        while self._waiting or self._active:
-            while self._waiting and self._free:
-                self._active.append(self._start(self._waiting.pop(0), self._free.pop(0)))
-            for active in [run for run in self._active if run.process.poll() is not None]:
-                self._active.remove(active)
-                self._free.append(active.slot)
-                end_group(active.process)
-                self._report(active)
-            if time.monotonic() - shown_s >= _PROGRESS_S:
-                shown_s = time.monotonic()
-                steps = ", ".join(f"{run.label} step {_last_step(run)}" for run in self._running)
-                num_done = num_runs - len(self._waiting) - len(self._active)
-                self._progress.update(f"{num_done}/{num_runs} runs: {steps}")
-            time.sleep(_POLL_S)
-        return self._failures
+def _start(sweep: Sweep, run: PlannedRun, slot: int, lock_file: IO[bytes]) -> _Active:
+    environment = {**_DEFAULTS, **child_environment()}
+    if sweep.gpu_shares:
+        environment["CUDA_VISIBLE_DEVICES"] = sweep.gpu_shares[slot]
+    with open_log(run.log) as log:
+        process = subprocess.Popen(
+            # It saves and ends when the sweep is gone.
+            [sys.executable, "-m", "bapo_megatron.runtime.processes", *run.command()],
+            env=environment,
+            # The lock is held until the run has ended, whatever ends the sweep.
+            pass_fds=(lock_file.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches the sweep alone
+        )
+    return _Active(run, slot, process, time.monotonic())
 
-    def stop(self) -> None:
-        """Have the runs in progress save and end; a second Ctrl-C ends them at once."""
-        if not self._active:
-            return
-        for active in self._active:
-            active.process.terminate()
-        labels = ", ".join(run.label for run in self._running)
-        say(f"saving and ending {labels}; press Ctrl-C again to end them at once")
-        # The first signal had all further ones ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            for active in self._active:
-                active.process.wait()
-        except KeyboardInterrupt:
-            say("ending them at once")
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            for active in self._active:
-                end_group(active.process)
 
-    @property
-    def _running(self) -> list[PlannedRun]:
-        return [active.run for active in self._active]
+def _failure(ended: _Active) -> str:
+    """Return why a run has ended without its last step; empty if it has not."""
+    status = ended.process.returncode
+    if status == 0 and ended.run.is_finished:
+        return ""
+    lines = [line.strip() for line in tail(ended.run.log).splitlines()]
+    errors = [line for line in lines if line.startswith(_ERROR_PREFIX)] or lines
+    return f"{errors[-1].removeprefix(_ERROR_PREFIX)} ({describe_exit(status)})"
 
-    def _start(self, run: PlannedRun, slot: int) -> _Active:
-        environment = {**_DEFAULTS, **child_environment()}
-        if self._sweep.gpu_shares:
-            environment["CUDA_VISIBLE_DEVICES"] = self._sweep.gpu_shares[slot]
-        with open_log(run.log) as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "bapo_megatron.tools.sweep.owned", *run.command()],
-                env=environment,
-                # The lock is held until the run has ended, whatever ends the sweep.
-                pass_fds=(self._lock_file.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the sweep alone
-            )
-        return _Active(run, slot, process, time.monotonic())
 
-    def _report(self, active: _Active) -> None:
-        run, status = active.run, active.process.returncode
-        took_s = time.monotonic() - active.began_s
-        if status == 0 and run.is_finished:
-            say(f"{run.label}: finished, {took_s:,.0f} s")
-            return
-        lines = [line.strip() for line in tail(run.log).splitlines()]
-        errors = [line for line in lines if line.startswith(_ERROR_PREFIX)] or lines
-        reason = f"{errors[-1].removeprefix(_ERROR_PREFIX)} ({describe_exit(status)})"
-        self._failures.append(FailedRun(run, reason))
-        say(f"{run.label}: failed after {took_s:,.0f} s: {reason}")
+def _stop(active: Sequence[_Active]) -> None:
+    """Have the runs in progress save and end; a second Ctrl-C ends them at once."""
+    if not active:
+        return
+    for entry in active:
+        entry.process.terminate()
+    labels = ", ".join(entry.run.label for entry in active)
+    say(f"saving and ending {labels}; press Ctrl-C again to end them at once")
+    # The first signal had all further ones ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for entry in active:
+            entry.process.wait()
+    except KeyboardInterrupt:
+        say("ending them at once")
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for entry in active:
+            end_group(entry.process)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from bapo_megatron.commands.sweep import read_scores
 from bapo_megatron.evaluation.results import write_results
 from bapo_megatron.tools.sweep.file import load_sweep
-from bapo_megatron.tools.sweep.results import read_scores
 from tests.evaluation.results import result
 from tests.tools.sweep.files import write_sweep
 

@@ -203,7 +203,7 @@ def test_what_another_sweep_finishes_before_this_one_has_the_lock_is_not_started
 
     monkeypatch.setattr(fcntl, "flock", lock_on_nfs)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert run_sweep(sweep) == []
+    assert run_sweep(sweep) == {}
     assert ("does not support locks" in capsys.readouterr().err) is not has_locks
 
 
