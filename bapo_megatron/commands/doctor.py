@@ -11,7 +11,7 @@ from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.runtime.processes import launched_number
 from bapo_megatron.telemetry.console import rich_table, uncut_console
 from bapo_megatron.tools.doctor import diagnose, probe
-from bapo_megatron.tools.preflight import Floors, check_cluster
+from bapo_megatron.tools.preflight import check_cluster
 
 
 def command(
@@ -42,8 +42,12 @@ def command(
             raise typer.BadParameter("only with --cluster CONFIG", param_hint="KEY=VALUE")
         findings = diagnose(probe())
     else:
-        floors = Floors(min_network, min_disk, min_free)
-        findings = check_cluster(load(cluster, overrides), floors)
+        findings = check_cluster(
+            load(cluster, overrides),
+            network_gb_s=min_network,
+            disk_gb_s=min_disk,
+            free_gb=min_free,
+        )
         if launched_number("RANK", 0):
             return
     if as_json:

@@ -41,18 +41,6 @@ State = Literal["there", "fetched", "unchecked", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """What became of one model or file."""
-
-    key: str
-    state: State
-    path: str
-    num_bytes: int
-    text: str
-    """Its source, and what was fetched; for ``failed`` the reason and a remedy."""
-
-
-@dataclass(frozen=True, slots=True)
 class _File:
     name: str
     """Within the directory; empty: the source is this file."""
@@ -86,17 +74,19 @@ def command(config: ConfigArgument, overrides: OverridesArgument = None) -> None
 
     An interrupted download continues where it ended. The exit status is 1 if something is missing.
     """
-    results = list(fetch(load(config, overrides)))
+    rows = list(_fetch_all(load(config, overrides)))
     headings = ("", "what", "where", "GB", "source")
-    rows = [(r.state, r.key, r.path, f"{r.num_bytes / 1e9:.3f}", r.text) for r in results]
     colors = {"failed": "red", "unchecked": "yellow", "there": "green", "fetched": "green"}
     uncut_console().print(rich_table("", headings, rows, num_left=5, styles=colors))
-    if any(result.state == "failed" for result in results):
+    if any(state == "failed" for state, *_ in rows):
         raise typer.Exit(1)
 
 
-def fetch(config: RunConfig) -> Iterator[Fetched]:
-    """Fetch what is missing or damaged, one model or file after the other; errors are results."""
+def _fetch_all(config: RunConfig) -> Iterator[tuple[State, str, str, str, str]]:
+    """Fetch what is missing or damaged, one model or file after the other; yield a row of each.
+
+    The last cell is its source and what was fetched; for ``failed`` the reason and a remedy.
+    """
     if not sys.stderr.isatty():
         disable_progress_bars()
     logging.set_verbosity_error()  # a line for each attempt, of which the result tells the last
@@ -108,7 +98,7 @@ def fetch(config: RunConfig) -> Iterator[Fetched]:
             state, text = "failed", _reason(error)
         files = path.rglob("*") if path.is_dir() else (path,)
         size = sum(file.stat().st_size for file in files if file.is_file())
-        yield Fetched(key, state, str(path), size, text)
+        yield state, key, str(path), f"{size / 1e9:.3f}", text
     for dataset in (*config.data.train_sets, *config.eval.sets):
         if dataset.hub:
             state, text = "there", "in the cache of the library datasets"
@@ -116,7 +106,7 @@ def fetch(config: RunConfig) -> Iterator[Fetched]:
                 next(read_rows(dataset), None)
             except ValueError as error:
                 state, text = "failed", describe_cause(error)
-            yield Fetched(dataset.label, state, dataset.hub, 0, text)
+            yield state, dataset.label, dataset.hub, "", text
 
 
 def _fetch(path: Path, source: SourceConfig | None) -> tuple[State, str]:

@@ -124,7 +124,6 @@ def diagnose(machine: Machine) -> list[Diagnosis]:
         Diagnosis("python", "ok", machine.python),
         *_judge_extension(machine),
         *_judge_gpus(machine),
-        _judge_backend(machine),
         _judge_package("megatron-core", machine, _MEGATRON_VERSION, "problem"),
         *(_judge_package(name, machine, v, "note") for name, v in _engine_packages().items()),
         _judge_package("transformers", machine, None, "problem"),
@@ -148,12 +147,14 @@ def _judge_extension(machine: Machine) -> Iterator[Diagnosis]:
     text = f"commit {build['git_commit']}, {build['compiler']}, {build['flags']}"
     yield Diagnosis("extension", "ok", f"version {__version__}, {text}")
     yield Diagnosis("CPU kernels", "ok", f"{build['isa']} of {', '.join(build['available_isas'])}")
-    if build["cuda"]:
-        text = f"compute capabilities {build['cuda_archs'].replace(';', ', ')}, the last as PTX too"
-        yield Diagnosis("CUDA kernels", "ok", text)
-    else:
+    if not build["cuda"]:
         remedy = f"install nvcc or set CUDA_HOME, then {_REBUILD}"
         yield Diagnosis("CUDA kernels", "problem" if machine.gpus else "note", "not built", remedy)
+    elif machine.gpus and not build["cuda_streams"]:
+        yield Diagnosis("CUDA kernels", "problem", "cannot ask this torch for its stream", _REBUILD)
+    else:
+        text = f"compute capabilities {build['cuda_archs'].replace(';', ', ')}, the last as PTX too"
+        yield Diagnosis("CUDA kernels", "ok", text)
 
 
 def _judge_gpus(machine: Machine) -> Iterator[Diagnosis]:
@@ -198,20 +199,6 @@ def _runs_on(archs: list[str], capability: int) -> bool:
         if number == capability or (same and not arch.endswith("a")):
             return True
     return archs[-1].isdigit() and int(archs[-1]) <= capability
-
-
-def _judge_backend(machine: Machine) -> Diagnosis:
-    topic, build = "loss stage", machine.build
-    if build is None:
-        return Diagnosis(topic, "problem", "nothing can run", _REBUILD)
-    if not machine.gpus:
-        return Diagnosis(topic, "ok", f"runs cpu ({build['isa']})")
-    if not build["cuda"]:
-        return Diagnosis(topic, "problem", "has no kernels for the GPU", "see CUDA kernels")
-    if not build["cuda_streams"]:
-        text = "would run cuda, but the kernels cannot ask this torch for its stream"
-        return Diagnosis(topic, "problem", text, _REBUILD)
-    return Diagnosis(topic, "ok", "runs cuda")
 
 
 def _judge_package(

@@ -48,17 +48,6 @@ _MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Floors:
-    """What links and collectives, each node's disk, and the space under ``run_dir`` must reach."""
-
-    network_gb_s: float | None
-    """None: ``NETWORK_FLOORS``."""
-    disk_gb_s: float
-    free_gb: float | None
-    """None: two checkpoints."""
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """What the first rank of a node says of it."""
 
@@ -76,8 +65,13 @@ class Node:
     """By directory: GB free, GB/s written and read; or the error."""
 
 
-def check_cluster(config: RunConfig, floors: Floors) -> list[Diagnosis]:
+def check_cluster(
+    config: RunConfig, *, network_gb_s: float | None, disk_gb_s: float, free_gb: float | None
+) -> list[Diagnosis]:
     """Describe this node and, with all other ranks, measure the network; judge on rank 0.
+
+    Links and collectives must reach ``network_gb_s`` (None: ``NETWORK_FLOORS``), each node's disk
+    ``disk_gb_s``, and the space under ``run_dir`` ``free_gb`` (None: two checkpoints).
 
     Collective over all ranks, which the environment of torchrun describes; empty on all but rank 0.
 
@@ -101,7 +95,7 @@ def check_cluster(config: RunConfig, floors: Floors) -> list[Diagnosis]:
             dist.destroy_process_group()
     if rank:
         return []
-    floor = NETWORK_FLOORS[backend] if floors.network_gb_s is None else floors.network_gb_s
+    floor = NETWORK_FLOORS[backend] if network_gb_s is None else network_gb_s
     gpus = {
         node.gpus[key] for node in nodes.values() for key in node.gpus if key.startswith("GPU ")
     }
@@ -113,7 +107,7 @@ def check_cluster(config: RunConfig, floors: Floors) -> list[Diagnosis]:
         *_compare("versions", {name: node.versions for name, node in nodes.items()}),
         *_compare("model", {name: node.model for name, node in nodes.items()}),
         *_compare("data", {name: nodes[name].data for name in list(nodes)[:1]}),  # of rank 0 alone
-        *_judge_disks(nodes, floors, config),
+        *_judge_disks(nodes, disk_gb_s, free_gb, config),
         *_judge_network(speeds, floor),
         *asyncio.run(_try_servers(config, device)),
     ]
@@ -267,10 +261,10 @@ def _compare(topic: str, nodes: Mapping[str, Mapping[str, str]]) -> Iterator[Dia
 
 
 def _judge_disks(
-    nodes: Mapping[str, Node], floors: Floors, config: RunConfig
+    nodes: Mapping[str, Node], floor: float, free_gb: float | None, config: RunConfig
 ) -> Iterator[Diagnosis]:
-    needed_gb, file = floors.free_gb or 0.0, config.model.path / "config.json"
-    if floors.free_gb is None and file.is_file():
+    needed_gb, file = free_gb or 0.0, config.model.path / "config.json"
+    if free_gb is None and file.is_file():
         hf = read_hf_config_file(file, config.model.ignored_config_fields)
         bytes_each = OPTIMIZER_BYTES + getattr(torch, config.model.dtype).itemsize
         needed_gb = 2 * bytes_each * model_parameters(hf) / 1e9
@@ -279,12 +273,12 @@ def _judge_disks(
             if isinstance(disk, str):
                 yield Diagnosis("disk", "problem", f"{directory} on {name}: {disk}")
                 continue
-            free_gb, *rates = disk
+            there_gb, *rates = disk
             text = (
-                f"{directory} on {name}: {free_gb:.2f} GB free, at least {needed_gb:.2f} needed; "
-                f"{rates[0]:.2f} GB/s written, {rates[1]:.2f} read, floor {floors.disk_gb_s:g}"
+                f"{directory} on {name}: {there_gb:.2f} GB free, at least {needed_gb:.2f} needed; "
+                f"{rates[0]:.2f} GB/s written, {rates[1]:.2f} read, floor {floor:g}"
             )
-            if free_gb < needed_gb or min(rates) < floors.disk_gb_s:
+            if there_gb < needed_gb or min(rates) < floor:
                 yield Diagnosis("disk", "problem", text, "free space, or see what is mounted there")
             else:
                 yield Diagnosis("disk", "ok", text)
