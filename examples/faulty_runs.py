@@ -57,15 +57,10 @@ def _connect(backend: Any, first: Path) -> Any:
     async def connect(address: str) -> _Changed:
         engine = await backend.connect(address)
 
-        async def weights(timeout_s: float, **options: Any) -> _Changed:
-            control = await engine.weights(timeout_s, **options)
+        async def load(model_dir: Path, *, version: int, timeout_s: float) -> None:
+            await engine.weights.load(first, version=version, timeout_s=timeout_s)
 
-            async def load(model_dir: Path, *, version: int, timeout_s: float) -> None:
-                await control.load(first, version=version, timeout_s=timeout_s)
-
-            return _Changed(control, load=load)
-
-        return _Changed(engine, weights=weights)
+        return _Changed(engine, weights=_Changed(engine.weights, load=load))
 
     return connect
 

@@ -107,7 +107,7 @@ class Capabilities:
     """Properties of an engine, which do not change while it runs."""
 
     num_ranks: int
-    """Processes that share its requests."""
+    """Processes that share its requests; with ``broadcast`` and ``tensor`` each gets weights."""
     methods: frozenset[str]
     """Supported values of ``rollout.weight_sync.method``."""
     cache_tokens: int | None = None
@@ -168,6 +168,10 @@ class Engine(Protocol):
         """Drives the engine; None if it samples by itself."""
 
     @property
+    def weights(self) -> WeightControl:
+        """Its calls for new weights."""
+
+    @property
     def num_in_flight(self) -> int:
         """Number of requests that have not ended."""
 
@@ -215,9 +219,6 @@ class Engine(Protocol):
 
     async def check(self) -> None:
         """Raise a ``RolloutError`` if the run cannot use the engine as it was started."""
-
-    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """Return its weight calls; with ``flush_cache`` the last one drops the KV cache."""
 
     async def release_memory(self, timeout_s: float) -> None:
         """Release weights and KV cache; if busy, release nothing and raise ``RolloutError``."""
@@ -294,12 +295,9 @@ class WeightControl(Protocol):
     """One engine's calls for new weights; they raise as those of ``Engine``, and are not retried.
 
     ``version`` is passed only with the last part of the weights: an engine with only some of them
-    still reports its old version and is not used.
+    still reports its old version and is not used. That part also drops the KV cache, unless
+    requests are paused in place (``rollout.weight_sync.in_flight``).
     """
-
-    @property
-    def tensor_ranks(self) -> int:
-        """Number of ranks that join a group."""
 
     async def open_session(self, timeout_s: float) -> None:
         """Prepare the engine for ``receive`` or ``take``."""

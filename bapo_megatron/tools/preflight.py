@@ -331,10 +331,10 @@ async def _send_bucket(
     engine: Engine, sync: WeightSyncConfig, layout: BucketLayout, flat: Tensor
 ) -> float:
     """Form a group with one server and broadcast a bucket; return the seconds of the broadcast."""
-    control = await engine.weights(_SERVER_S, flush_cache=False)
+    control, properties = engine.weights, await engine.capabilities(_SERVER_S)
     address = rank_zero_address([engine.address], sync.master_address)
     backend = choose_backend(sync.backend, flat.device, [engine.address])
-    group = WeightGroup(address, backend, 1 + control.tensor_ranks, _SERVER_S)
+    group = WeightGroup(address, backend, 1 + properties.num_ranks, _SERVER_S)
     try:
         await control.open_session(_SERVER_S)
         place = replace(group.place, first_rank=1)

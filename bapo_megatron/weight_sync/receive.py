@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.engine.base import BucketLayout, GroupPlace, WeightControl
+from bapo_megatron.engine.base import BucketLayout, GroupPlace
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerGoneError, describe_cause
 from bapo_megatron.runtime.calls import Answers, Call
@@ -96,7 +96,7 @@ class SyncGroup:
     they still share one; after a failure, ``blame`` says who is lost, and another attempt begins.
     """
 
-    members: dict[PooledEngine, WeightControl] = field(default_factory=dict)
+    members: tuple[PooledEngine, ...] = ()
     """The servers that take part, in the order of their ranks."""
     name: str | None = None
     """Of the collective group that servers have joined."""
@@ -124,25 +124,24 @@ class SyncGroup:
         """Describe the members to rank 0."""
         return Opened(
             addresses=tuple(entry.address for entry in self.members),
-            num_ranks=tuple(control.tensor_ranks for control in self.members.values()),
+            num_ranks=tuple(entry.properties.num_ranks for entry in self.members),
             gpus=tuple(entry.properties.gpus for entry in self.members),
             share_group=self.is_shared,
         )
 
     def join(self, place: GroupPlace) -> dict[PooledEngine, GroupPlace]:
         """Make the members a collective group; return their places after rank 0's."""
-        self.name, self.joined, self.is_broken = place.name, tuple(self.members), False
+        self.name, self.joined, self.is_broken = place.name, self.members, False
         places, first_rank = dict[PooledEngine, GroupPlace](), 1
-        for entry, control in self.members.items():
+        for entry in self.members:
             places[entry] = replace(place, first_rank=first_rank)
-            first_rank += control.tensor_ranks
+            first_rank += entry.properties.num_ranks
         return places
 
-    def leave(self) -> tuple[str, list[WeightControl]]:
+    def leave(self) -> tuple[str, list[PooledEngine]]:
         """Dissolve the collective group; return its name, and those who must leave it."""
         name, joined, self.name, self.joined = self.name or "", self.joined, None, ()
-        left = [e for e in self.members if e in joined and not e.is_lost]
-        return name, [self.members[entry] for entry in left]
+        return name, [e for e in self.members if e in joined and not e.is_lost]
 
     def blame(
         self, errors: Mapping[PooledEngine, BaseException | None], early: Iterable[PooledEngine]
@@ -225,7 +224,7 @@ class WeightReceiver:
         await self._remove_failed(self._health.timeout_s)
         group, is_intact = self._group, self._group.is_intact
         await self._await_members(version, has_session=True)
-        group.is_shared = is_intact and group.joined == tuple(group.members)
+        group.is_shared = is_intact and group.joined == group.members
         if not group.is_shared:
             await self._leave()
         return group.opened()
@@ -237,7 +236,7 @@ class WeightReceiver:
         """
         places = self._group.join(place)
         return await self._call_members(
-            lambda entry, control, limit_s: control.join_group(places[entry], limit_s)
+            lambda entry, limit_s: entry.engine.weights.join_group(places[entry], limit_s)
         )
 
     async def receive(self, request: Receive) -> str | None:
@@ -247,14 +246,14 @@ class WeightReceiver:
             group_name = self._group.name
             assert group_name is not None, "join comes first"
             failure = await self._call_members(
-                lambda _, control, limit_s: control.receive(
+                lambda entry, limit_s: entry.engine.weights.receive(
                     bucket, group_name, version=version, timeout_s=limit_s
                 )
             )
         else:
             payloads = dict(zip(self._group.members, bucket, strict=True))
             failure = await self._call_members(
-                lambda entry, control, limit_s: control.take(
+                lambda entry, limit_s: entry.engine.weights.take(
                     payloads[entry], version=version, timeout_s=limit_s
                 )
             )
@@ -266,7 +265,7 @@ class WeightReceiver:
         while True:
             await self._await_members(request.version, has_session=False)
             failure = await self._call_members(
-                lambda _, control, limit_s: control.load(
+                lambda entry, limit_s: entry.engine.weights.load(
                     request.model_dir, version=request.version, timeout_s=limit_s
                 )
             )
@@ -292,8 +291,7 @@ class WeightReceiver:
         pause_s = await self._resume_generation() if self._resumes_to_check else 0.0
         difference = None
         if expected:
-            members = list(self._group.members)
-            difference = await self._verifier.compare(members, expected, self._version)
+            difference = await self._verifier.compare(self._group.members, expected, self._version)
         pause_s += await self._resume_generation()
         self._is_idle.set()
         self._group.left_out.clear()
@@ -340,11 +338,8 @@ class WeightReceiver:
         while True:
             self._deadline_s = time.monotonic() + self._sync.timeout_s
             eligible = self._group.eligible(self._pool.engines)
-            controls = await asyncio.gather(*map(self._prepare, eligible))
-            pairs = zip(eligible, controls, strict=True)
-            self._group.members = {
-                entry: control for entry, control in pairs if control is not None
-            }
+            await asyncio.gather(*map(self._prepare, eligible))
+            self._group.members = tuple(entry for entry in eligible if not entry.is_lost)
             if self._give_up_s is None:
                 self._give_up_s = time.monotonic() + self._health.patience_s
             if time.monotonic() >= self._give_up_s:
@@ -357,17 +352,15 @@ class WeightReceiver:
                 return
             await asyncio.sleep(_POLL_S)
 
-    async def _prepare(self, entry: PooledEngine) -> WeightControl | None:
+    async def _prepare(self, entry: PooledEngine) -> None:
         """Open a session on a server; if that fails, the server is lost."""
         limit_s = self._health.timeout_s
         try:
-            control = await entry.engine.weights(limit_s, flush_cache=self._may_flush)
+            entry.properties = await entry.engine.capabilities(limit_s)
             if self._has_session:
-                await control.open_session(limit_s)
+                await entry.engine.weights.open_session(limit_s)
         except RolloutError as error:
             self._pool.mark_lost(entry, str(error))
-            return None
-        return control
 
     async def _mark_updated(self) -> str | None:
         """Mark all members updated if they report the version; else return the first failure."""
@@ -379,9 +372,9 @@ class WeightReceiver:
             self._give_up_s = None
         return failure
 
-    async def _complete(self, entry: PooledEngine, control: WeightControl, limit_s: float) -> None:
+    async def _complete(self, entry: PooledEngine, limit_s: float) -> None:
         if self._has_session:
-            await control.close_session(limit_s)
+            await entry.engine.weights.close_session(limit_s)
         reported = await entry.engine.version(limit_s)
         if reported != str(self._version):
             raise RolloutError(
@@ -389,13 +382,13 @@ class WeightReceiver:
                 f"'{reported}'; let no one else update this server"
             )
         if not self._may_flush:
-            await control.flush_idle(limit_s)
+            await entry.engine.weights.flush_idle(limit_s)
 
     def _remaining_s(self) -> float:
         return max(self._deadline_s - time.monotonic(), 1.0)
 
     async def _call_members(
-        self, call: Callable[[PooledEngine, WeightControl, float], Coroutine[Any, Any, None]]
+        self, call: Callable[[PooledEngine, float], Coroutine[Any, Any, None]]
     ) -> str | None:
         """Call every member; return None once all have answered, or the first failure.
 
@@ -403,8 +396,7 @@ class WeightReceiver:
         """
         limit_s = self._remaining_s()
         self._calls = {
-            asyncio.create_task(call(entry, control, limit_s)): entry
-            for entry, control in self._group.members.items()
+            asyncio.create_task(call(entry, limit_s)): entry for entry in self._group.members
         }
         pending, failure = set(self._calls), None
         while pending and failure is None:
@@ -449,9 +441,10 @@ class WeightReceiver:
     async def _leave(self) -> None:
         """Have all servers leave the group, so that none is left for the next trainer."""
         async with self._leaving:  # so that nobody joins another group meanwhile
-            name, controls = self._group.leave()
+            name, left = self._group.leave()
+            limit_s = self._health.timeout_s
             await asyncio.gather(
-                *(control.leave_group(name, self._health.timeout_s) for control in controls),
+                *(entry.engine.weights.leave_group(name, limit_s) for entry in left),
                 return_exceptions=True,  # a server may have restarted or be exiting
             )
 

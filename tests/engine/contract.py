@@ -34,8 +34,8 @@ _FAKE_STOP = 200
 class Case:
     """How an engine is opened, and what is known of it."""
 
-    connect: Callable[[], Awaitable[Engine]]
-    """Makes an engine for the event loop in which it is called."""
+    connect: Callable[..., Awaitable[Engine]]
+    """Makes an engine for the event loop in which it is called; may take options of its kind."""
     expected: Callable[[Sequence[int], Sequence[int] | np.ndarray, float], np.ndarray]
     """[R] log-probs of a response to a prompt, at a temperature."""
     eos_token_id: int
@@ -81,14 +81,14 @@ def local_case(model_dir: Path) -> Iterator[Case]:
     )
 
 
-async def _connect(address: str, keys: ApiKeys) -> Engine:
-    return SglangClient(address, keys, request_timeout_s=60.0)
+async def _connect(address: str, keys: ApiKeys, **options: Any) -> Engine:
+    return SglangClient(address, keys, request_timeout_s=60.0, **options)
 
 
 @contextlib.asynccontextmanager
-async def opened(case: Case) -> AsyncIterator[Engine]:
+async def opened(case: Case, **options: Any) -> AsyncIterator[Engine]:
     """The engine, which is made to sample meanwhile if it does not by itself."""
-    engine = await case.connect()
+    engine = await case.connect(**options)
     try:
         async with asyncio.TaskGroup() as tasks:
             steppers = [engine.stepper] if engine.stepper is not None else []

@@ -62,9 +62,8 @@ def require(case: Case, mode: str) -> None:
         pytest.skip(f"it cannot pause by {mode}")
 
 
-async def load(engine: Engine, model_dir: Path, version: int, *, flush_cache: bool = True) -> None:
-    control = await engine.weights(60, flush_cache=flush_cache)
-    await control.load(model_dir, version=version, timeout_s=60)
+async def load(engine: Engine, model_dir: Path, version: int) -> None:
+    await engine.weights.load(model_dir, version=version, timeout_s=60)
 
 
 async def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
@@ -73,7 +72,6 @@ async def test_what_it_can_do_is_known_and_does_not_change(case: Case) -> None:
         assert await engine.capabilities(10.0) == capabilities
         assert capabilities.num_ranks >= 1
         assert "disk" in capabilities.methods <= {"broadcast", "disk", "tensor"}
-        assert 1 <= (await engine.weights(10.0)).tensor_ranks <= capabilities.num_ranks
         await engine.check()
 
 
@@ -235,16 +233,17 @@ async def test_a_response_goes_on_with_new_weights_where_it_was_paused(
     case: Case, model_dir: Path, changed_dir: Path, mode: PauseMode
 ) -> None:
     require(case, mode)
-    async with opened(case) as engine:
+    async with opened(case, **({"keeps_cache": True} if mode == "in_place" else {})) as engine:
         versions, seeds = [0], itertools.count()
         while versions != [START_VERSION, 7]:  # it may end before
             response = Response(engine, stream_tokens=2, seed=next(seeds))
             await response.is_on_its_way()
             await engine.pause(mode)
-            await load(engine, changed_dir, 7, flush_cache=mode == "retract")
+            await load(engine, changed_dir, 7)
             await engine.resume()
             completion = await response.end()
             await load(engine, model_dir, START_VERSION)
+            await engine.weights.flush_idle(60)
             versions = [span.version for span in completion.versions]
     if case.has_model:
         old = reference_logprobs(model_dir, PROMPT, completion.token_ids, 1.0)

@@ -125,7 +125,7 @@ class FakeSglang(FakeServer):
             self.pause_mode = body["mode"]
         elif path == "/continue_generation":
             self.pause_mode = None
-        else:
+        elif path != "/flush_cache":
             assert path == "/update_weights_from_disk", path
             self.version = body["weight_version"]
         return {"success": True}

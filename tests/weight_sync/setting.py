@@ -99,7 +99,11 @@ async def sync_on(servers: Sequence[Any], **rollout: Any) -> AsyncIterator[Setti
     sync = {"verify": "every", **rollout.pop("weight_sync", {})}
     health = {"timeout_s": 5, "patience_s": 20}
     config = RolloutConfig.model_validate({"health": health, **rollout, "weight_sync": sync})
-    clients = [SglangClient(s.address, ApiKeys(), request_timeout_s=60) for s in servers]
+    keeps_cache = config.weight_sync.in_flight == "in_place"
+    clients = [
+        SglangClient(s.address, ApiKeys(), request_timeout_s=60, keeps_cache=keeps_cache)
+        for s in servers
+    ]
     pool, generation = StubPool(clients), StubGeneration()
     receiver = WeightReceiver(pool, config, generation, PROBE)
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.engine.base import GroupPlace
+from bapo_megatron.engine.base import Capabilities, GroupPlace
 from bapo_megatron.engine.pooled import EngineState, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.weight_sync.receive import SyncGroup
@@ -14,13 +14,15 @@ from bapo_megatron.weight_sync.receive import SyncGroup
 GONE, REFUSED, BROKEN = ServerGoneError("gone"), RolloutError("refused"), TypeError("names")
 
 
-def group_of(*tensor_ranks: int) -> tuple[SyncGroup, list[PooledEngine]]:
+def group_of(*num_ranks: int) -> tuple[SyncGroup, list[PooledEngine]]:
     """A group whose members have joined, with so many ranks each."""
-    engines: list[Any] = [SimpleNamespace(address=f"s{n}") for n in range(len(tensor_ranks))]
-    entries = [PooledEngine(engine, EngineState.USABLE) for engine in engines]
-    controls: list[Any] = [SimpleNamespace(tensor_ranks=ranks) for ranks in tensor_ranks]
-    group = SyncGroup(members=dict(zip(entries, controls, strict=True)))
-    group.join(GroupPlace("group", "127.0.0.1", 1, "gloo", 0, 1 + sum(tensor_ranks)))
+    engines: list[Any] = [SimpleNamespace(address=f"s{n}") for n in range(len(num_ranks))]
+    entries = [
+        PooledEngine(engine, EngineState.USABLE, properties=Capabilities(ranks, frozenset()))
+        for engine, ranks in zip(engines, num_ranks, strict=True)
+    ]
+    group = SyncGroup(members=tuple(entries))
+    group.join(GroupPlace("group", "127.0.0.1", 1, "gloo", 0, 1 + sum(num_ranks)))
     return group, entries
 
 
@@ -67,7 +69,6 @@ def test_nobody_is_blamed_beside_a_lost_member_which_comes_back_if_it_is_the_onl
 def test_only_members_that_joined_and_are_not_lost_leave() -> None:
     group, entries = group_of(1, 2, 3)
     entries[0].state = EngineState.LOST
-    del group.members[entries[2]]
-    name, controls = group.leave()
-    assert (name, [control.tensor_ranks for control in controls]) == ("group", [2])
+    group.members = tuple(entries[:2])
+    assert group.leave() == ("group", [entries[1]])
     assert group.leave() == ("", [])

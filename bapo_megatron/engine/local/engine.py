@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,6 @@ from bapo_megatron.engine.base import (
     PauseMode,
     Scores,
     Stepper,
-    WeightControl,
 )
 from bapo_megatron.engine.collective import join_group, start_thread, tensor_sizes, unpack
 from bapo_megatron.engine.local.cache import ATTENTION, register_attention
@@ -110,7 +109,7 @@ class LocalEngine:
         self._model = model
         self._decoder = Decoder(model, stop_ids, max_rows)
         self._cache_tokens = max_rows * model.config.max_position_embeddings
-        self._weights = LocalWeights(model, self._change_weights)
+        self.weights = LocalWeights(model, self._change_weights)
         self._version = START_VERSION
         self._entries: dict[_OpenRequest, None] = {}
         """In order of arrival."""
@@ -119,11 +118,8 @@ class LocalEngine:
         self._thread = ThreadPoolExecutor(1, "local-engine", _use_threads, (threads,))
         self._is_paused = False
         self._is_closed = False
-
-    @property
-    def stepper(self) -> Stepper | None:
+        self.stepper: Stepper | None = self
         """The engine itself: it samples in ``decode`` only."""
-        return self
 
     @property
     def num_in_flight(self) -> int:
@@ -213,10 +209,6 @@ class LocalEngine:
     async def check(self) -> None:
         """Do nothing: ``LocalKind.check`` has refused everything unsupported."""
 
-    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """See ``Engine``; the KV cache is always dropped."""
-        return self._weights
-
     async def release_memory(self, *_: Any) -> NoReturn:
         """Never called: ``LocalKind`` refuses ``rollout.colocated``."""
         raise NotImplementedError
@@ -229,7 +221,7 @@ class LocalEngine:
         self.give_up("closed")
         async with self._turn:
             self._decoder.clear()
-            self._weights.close()
+            self.weights.close()
         self._thread.shutdown()
 
     async def _change_weights(self, change: Callable[[], None], version: int | None) -> None:
@@ -308,8 +300,6 @@ class LocalEngine:
 
 class LocalWeights:
     """A ``WeightControl``: this process is one member of a gloo group, on the CPU."""
-
-    tensor_ranks = 1
 
     def __init__(
         self, model: Any, change: Callable[[Callable[[], None], int | None], Awaitable[None]]
@@ -458,10 +448,8 @@ class LocalBackend:
     device: str
     """``cuda`` (the current device) or ``cpu``."""
 
-    @property
-    def servers(self) -> Sequence[EngineServer]:
-        """None: the model is in this process."""
-        return ()
+    servers: ClassVar[Sequence[EngineServer]] = ()
+    """None: the model is in this process."""
 
     def addresses(self) -> Sequence[str]:
         """Return the only address."""

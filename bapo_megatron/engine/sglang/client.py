@@ -37,7 +37,6 @@ from bapo_megatron.engine.base import (
     MemoryPart,
     PauseMode,
     Scores,
-    WeightControl,
 )
 from bapo_megatron.engine.sglang import protocol
 from bapo_megatron.engine.sglang.keys import NCCL_HEADER, ApiKeys
@@ -93,11 +92,14 @@ class SglangClient:
         gpus: tuple[int, ...] = (),
         returns_routes: bool = False,
         settings: ServerConfig | None = None,
+        keeps_cache: bool = False,
     ) -> None:
         """Prepare without connecting; ``check`` refuses servers of other models than ``model``.
 
         With ``returns_routes`` it also refuses servers that cannot return the experts of tokens,
-        with ``settings`` those that speculate or quantize otherwise.
+        with ``settings`` those that speculate or quantize otherwise. With ``keeps_cache`` new
+        weights leave the KV cache, which requests paused in place need; without, they are refused
+        while a request is running.
         """
         self.address = address.rstrip("/")
         self._keys = keys
@@ -106,6 +108,7 @@ class SglangClient:
         self._gpus = gpus
         self._returns_routes = returns_routes
         self._settings = settings
+        self.weights = SglangWeightControl(self, flush_cache=not keeps_cache)
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
@@ -256,12 +259,6 @@ class SglangClient:
                 protocol.check_sampling(self.address, info, self._settings)
         await self.resume()
 
-    async def weights(self, timeout_s: float, *, flush_cache: bool = True) -> WeightControl:
-        """See ``Engine``; with ``flush_cache`` the last update fails if a request is running."""
-        parse = itemgetter("tp_size")
-        num_ranks = await self._ask("/server_info", parse, timeout_s=timeout_s)
-        return SglangWeightControl(self, int(num_ranks), flush_cache)
-
     async def release_memory(self, timeout_s: float) -> None:
         """See ``Engine``."""
         await self._memory_call("/pause_generation", {"mode": "abort"}, timeout_s)
@@ -377,7 +374,6 @@ class SglangWeightControl:
     """A ``WeightControl`` of one server."""
 
     client: SglangClient
-    tensor_ranks: int
     flush_cache: bool
 
     async def open_session(self, timeout_s: float) -> None:

@@ -26,7 +26,6 @@ from bapo_megatron.engine.base import (
     NO_WEIGHTS,
     START_VERSION,
     Engine,
-    EngineServer,
     Readiness,
 )
 from bapo_megatron.engine.sglang import SHARED_FILES
@@ -288,17 +287,12 @@ class SglangBackend:
         self._config = config
         # A teacher, or servers for an evaluation, may speculate and quantize as they like.
         self._settings = config.rollout.server if awaits_weights else None
-        self._own: Sequence[SglangServer] = ()
+        self.servers: Sequence[SglangServer] = ()
         if config.rollout.starts_servers:
             self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
-            self._own = own_servers(config, device, self._keys, awaits_weights=awaits_weights)
+            self.servers = own_servers(config, device, self._keys, awaits_weights=awaits_weights)
         else:
             self._keys = ApiKeys.from_environment()
-
-    @property
-    def servers(self) -> Sequence[EngineServer]:
-        """See ``Backend``."""
-        return self._own
 
     def addresses(self) -> Sequence[str]:
         """See ``Backend``."""
@@ -311,9 +305,10 @@ class SglangBackend:
             self._keys,
             request_timeout_s=self._config.rollout.request_timeout_s,
             model=self._config.model.path,
-            gpus=next((s.gpus for s in self._own if s.address == address), ()),
+            gpus=next((s.gpus for s in self.servers if s.address == address), ()),
             returns_routes=self._config.algorithm.router_replay == "rollout",
             settings=self._settings,
+            keeps_cache=self._config.rollout.weight_sync.in_flight == "in_place",
         )
 
 

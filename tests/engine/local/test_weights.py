@@ -57,8 +57,7 @@ def _changed(source: Path, directory: Path, change: Change) -> Path:
 
 
 async def _load(engine: LocalEngine, directory: Path, version: int) -> None:
-    weights = await engine.weights(LIMIT_S)
-    await weights.load(directory, version=version, timeout_s=LIMIT_S)
+    await engine.weights.load(directory, version=version, timeout_s=LIMIT_S)
 
 
 def _assert_of(directory: Path, completion: Completion) -> None:
@@ -73,7 +72,7 @@ async def test_a_group_brings_them_in_parts_again_and_again_and_a_missing_one_is
     group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
     place, completions = replace(group.place, first_rank=1), []
     async with opened(model_dir) as engine:
-        weights = await engine.weights(LIMIT_S)
+        weights = engine.weights
         formed = asyncio.wrap_future(group.form())
         await asyncio.gather(formed, weights.join_group(place, LIMIT_S))
 
@@ -163,7 +162,7 @@ async def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
     async with opened(model_dir) as engine:
         group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
         place = replace(group.place, first_rank=1)
-        weights = await engine.weights(LIMIT_S)
+        weights = engine.weights
         with pytest.raises((RolloutError, ServerGoneError), match="could not join the group"):
             await weights.join_group(place, 0.5)
         group.close()

@@ -82,5 +82,4 @@ def lent(server: SglangServer, model_dir: Path) -> Iterator[dict[str, str]]:
 
 async def restore_weights(server: SglangServer, model_dir: Path) -> None:
     async with connected(server.address, server.keys) as client:
-        control = await client.weights(60)
-        await control.load(model_dir, version=0, timeout_s=60)
+        await client.weights.load(model_dir, version=0, timeout_s=60)

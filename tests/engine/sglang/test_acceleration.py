@@ -72,7 +72,7 @@ async def sync(client: SglangClient, model_dir: Path) -> None:
     shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     layout = BucketLayout(tuple(tensors), ("bfloat16",) * len(tensors), shapes)
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).view(torch.uint8)
-    control = await client.weights(60)
+    control = client.weights
     await control.open_session(60)
     await control.take([shared_memory_payload(layout, flat)], version=1, timeout_s=60)
     await control.close_session(60)

@@ -42,8 +42,7 @@ def test_a_stale_engine_has_the_version_of_a_push_and_the_weights_of_the_start(
         backend = kind.open(config, "cpu", awaits_weights=False)
         engine = await backend.connect(*backend.addresses())
         before = (await engine.score(TOKENS, LIMIT_S)).logprobs.tolist()
-        weights = await engine.weights(LIMIT_S)
-        await weights.load(pushed, version=3, timeout_s=LIMIT_S)
+        await engine.weights.load(pushed, version=3, timeout_s=LIMIT_S)
         after = (await engine.score(TOKENS, LIMIT_S)).logprobs.tolist()
         await engine.close()
         return await engine.version(), before, after
