@@ -98,7 +98,6 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     stream: bool | None = None
-    n: int | None = None
 
     @classmethod
     def read(cls, content: bytes) -> Self:
@@ -111,17 +110,13 @@ class _Request(BaseModel):
     @property
     def sampling(self) -> dict[str, Any]:
         """The fields that the run decides on."""
-        return {"n": self.n, **(self.model_extra or {})}
+        return self.model_extra or {}
 
 
 class _Function(BaseModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-
-    def schema_of(self) -> dict[str, Any]:
-        function = self.model_dump(exclude_none=True, exclude={"type"})
-        return {"type": "function", "function": function}
 
 
 class _ChatTool(BaseModel):
@@ -148,7 +143,7 @@ class ChatRequest(_Request):
 
     def conversation(self) -> Conversation:
         """Return messages and tools; ``RefusalError`` for messages of another form."""
-        tools = [tool.function.schema_of() for tool in self.tools or ()]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return Conversation(_checked(self.messages), tools)
 
 
@@ -171,7 +166,11 @@ class ResponsesRequest(_Request):
             messages.append({"role": "system", "content": self.instructions})
         for item in items:
             _add_item(messages, item)
-        return Conversation(_checked(messages), [tool.schema_of() for tool in self.tools or ()])
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+            for tool in self.tools or ()
+        ]
+        return Conversation(_checked(messages), tools)
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:

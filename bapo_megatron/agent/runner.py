@@ -150,8 +150,9 @@ class AgentRunner:
         if config.agent_command:
             self._num_free = limits.commands
         self._queue: deque[tuple[asyncio.Future[None], OnWait]] = deque()
-        self._hosts: list[_Host | None] = [None] * (1 if config.agent_command else limits.workers)
-        self._all: set[_Host] = set()
+        self._num_workers = 1 if config.agent_command else limits.workers
+        self._hosts: dict[_Host, None] = {}
+        """Workers that were not closed, the oldest first."""
         self._starting = asyncio.Lock()
         self._sandbox: BubblewrapSandbox | None = None
         self._thread = ThreadPoolExecutor(1)  # sandboxes end with the thread that starts them
@@ -212,7 +213,7 @@ class AgentRunner:
 
     async def close(self) -> None:
         """End every agent. Safe to call twice."""
-        await asyncio.gather(*map(self._close, list(self._all)))
+        await asyncio.gather(*map(self._close, list(self._hosts)))
         self._thread.shutdown()
         if self._sandbox is not None:
             self._sandbox.close()
@@ -261,14 +262,11 @@ class AgentRunner:
         if self._is_private:
             return await self._start()
         async with self._starting:
-            for number, host in enumerate(self._hosts):
-                if host is not None and host.is_gone:
-                    await self._close(host)
-                    self._hosts[number] = host = None
-                if host is None:
-                    self._hosts[number] = await self._start()
-                    break
-        return min(filter(None, self._hosts), key=lambda host: host.num_running)
+            for host in [host for host in self._hosts if host.is_gone]:
+                await self._close(host)
+            if len(self._hosts) < self._num_workers:
+                return await self._start()
+        return min(self._hosts, key=lambda host: host.num_running)
 
     async def _start(self) -> _Host:
         config = self._config
@@ -284,7 +282,7 @@ class AgentRunner:
             mark = f"{self._mark}{next(self._numbers)}."  # a worker ends what has its mark
             host = await self._unconfined(mark)
             options |= {"base_url": self._proxy.base_url, "parent": os.getpid(), "mark": mark}
-        self._all.add(host)
+        self._hosts[host] = None
         try:
             if problem := await host.start(options):
                 key, python = "rollout.agent_python", config.agent_python or sys.executable
@@ -349,7 +347,7 @@ class AgentRunner:
         return _Host(reader, writing.write, end)
 
     async def _close(self, host: _Host) -> None:
-        self._all.discard(host)
+        self._hosts.pop(host, None)
         await host.close()
 
     def _error(self, text: str) -> RolloutError:
