@@ -49,11 +49,6 @@ def extract_answer(response: str) -> ExtractedAnswer | None:
     return ExtractedAnswer(text, boxed=False) if text else None
 
 
-def has_closed_box(text: str) -> bool:
-    r"""Return whether the last closed ``\boxed{…}`` holds something."""
-    return bool(last_boxed(text))
-
-
 def last_boxed(text: str) -> str | None:
     r"""Content of the last ``\boxed{`` that closes; ``\{`` and ``\}`` are not braces."""
     last_start, content = -1, None

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from bapo_megatron.config.reward import ProgramConfig
 from bapo_megatron.reward.base import GroupFunction, RewardFunction, RowError, SampleFacts, Score
-from bapo_megatron.reward.extraction import has_closed_box
+from bapo_megatron.reward.extraction import last_boxed
 from bapo_megatron.runtime.names import LoadError, load_named
 from bapo_megatron.runtime.worker import settled
 from bapo_megatron.sandbox.base import SandboxError
@@ -92,7 +92,7 @@ class RewardHandler:
         """Return a score for each response, or whether a pattern matches."""
         if "pattern" in request:
             pattern, text = request["pattern"], request["text"]
-            return has_closed_box(text) if pattern is None else bool(re.search(pattern, text))
+            return bool(last_boxed(text)) if pattern is None else bool(re.search(pattern, text))
         loaded = self._functions[request["function"]]
         responses, rewards = request["responses"], request["rewards"]
         samples = [SampleFacts(**response["sample"]) for response in responses]
