@@ -18,6 +18,7 @@ padding), T = tokens of a micro-batch that the policy sampled, S = sequences of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -103,6 +104,10 @@ class WrittenSpan(NamedTuple):
     """Position of the first in the response; at least 1."""
     num_tokens: int
     """At least 1."""
+
+
+SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
+"""Names in ``Sample.reward_components`` of what training adds to the reward."""
 
 
 @dataclass(slots=True)
@@ -204,6 +209,12 @@ class Sample:
     def num_turns(self) -> int:
         """Turns of the policy, the current one included."""
         return 1 + len(self.written)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the response is correct, before shaping."""
+        shaping = math.fsum(self.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
+        return self.reward - shaping >= 1.0 - 1e-9  # up to rounding
 
     def segments(self) -> list[np.ndarray]:
         """Split the tokens into the policy's first turn, what was written after it, and so on."""

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.loss import differentiate, with_sums
-from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, TokenBatch
-from bapo_megatron.algorithm.prediction import hide_rest
+from bapo_megatron.algorithm.objective import Needs, Objective, Speculate, TokenBatch, hide_rest
 from bapo_megatron.algorithm.user_code import UserCodeError, kind_of
 from bapo_megatron.ops.logprob import importance_ratio
 

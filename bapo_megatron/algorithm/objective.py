@@ -16,6 +16,7 @@ of a decision.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -214,3 +215,10 @@ class NamedObjective:
     """Whether ``algorithm.dual_clip`` applies to it."""
     key: str = ""
     """Key of its options, if not its name."""
+
+
+def hide_rest(decision: Tensor, decisive: slice) -> Tensor:
+    """Return a decision, [D], with NaN in the entries that are not decisive."""
+    hidden = decision.new_full(decision.shape, math.nan)
+    hidden[decisive] = decision[decisive]
+    return hidden

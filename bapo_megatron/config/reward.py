@@ -14,12 +14,10 @@ from bapo_megatron.config.section import (
     is_loopback,
     split_address,
 )
+from bapo_megatron.types import SHAPING_TERMS
 
 BUILT_IN_FUNCTIONS = ("math", "math_verify", "program", "gym")
 """Reward functions that need no module."""
-
-SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
-"""Terms of shaping; names of keys and of metrics."""
 
 BATCH_METRICS = (
     *("mean", "solved_groups", "mixed_groups", "answer_found_share"),

@@ -19,7 +19,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.processes import nccl_settings
 

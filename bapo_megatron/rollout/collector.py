@@ -42,8 +42,7 @@ from bapo_megatron.errors import RolloutError, describe_os_error, first_cause
 from bapo_megatron.evaluation.results import votes_pool
 from bapo_megatron.evaluation.samples import load_sets
 from bapo_megatron.reward.base import RewardError
-from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.shaping import Shaping
+from bapo_megatron.reward.composition import Rewards, Shaping
 from bapo_megatron.rollout import messages
 from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.rollout.batching import BatchCollector

@@ -25,8 +25,7 @@ from typing import Any
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Call
+from bapo_megatron.data.record import Call, Completion
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.rollout.agents import Agents

@@ -8,8 +8,7 @@ import numpy as np
 
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.reward.base import Response, SampleFacts, Score
-from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.shaping import ShapedReward, Shaping
+from bapo_megatron.reward.composition import Rewards, ShapedReward, Shaping
 from bapo_megatron.rollout.buffer import Episode, PendingGroup
 from bapo_megatron.rollout.scoring import TeacherPool
 from bapo_megatron.types import FinishReason, Sample

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import CompletionSink, Engine, GenerateRequest, PauseMode
 from bapo_megatron.engine.pooled import EngineState, EngineStates, PooledEngine
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, describe_cause

@@ -25,8 +25,7 @@ from pydantic import Field
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data import token_columns
 from bapo_megatron.data.columns import DumpError, RowFile
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Call, Record
+from bapo_megatron.data.record import Call, Completion, Record
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.stream import MixturePosition
 from bapo_megatron.rollout.buffer import Episode, PendingGroup, RolloutBuffer

@@ -20,7 +20,6 @@ from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import DropReason, Episode, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.saved import RolloutState, SavedRollout, settings_of
-from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.types import RolloutBatch, RolloutStats, Sample
 
 Groups = Sequence[PendingGroup]
@@ -421,7 +420,7 @@ def same_answer_share(groups: Groups) -> float:
     answers = Counter(
         group.episodes[0].prompt.answer
         for group in groups
-        if any(is_right(episode.finished()) for episode in group.episodes)
+        if any(episode.finished().is_right for episode in group.episodes)
     )
     num_further = answers.total() - 1
     return (max(answers.values()) - 1) / num_further if num_further > 0 else 0.0

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
-from bapo_megatron.config.reward import SHAPING_TERMS
 from bapo_megatron.types import (
     AGENT_COUNTS,
     EvalResult,
@@ -14,7 +13,6 @@ from bapo_megatron.types import (
     Group,
     RolloutBatch,
     RolloutStats,
-    Sample,
 )
 
 BEFORE_TRAINING = 0
@@ -91,7 +89,9 @@ def _rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
     per_response = len(batch.sequences) / num_samples
     return {
         "reward/mean": math.fsum(sample.reward for sample in samples) / num_samples,
-        "reward/solved_groups": sum(all(map(is_right, group.samples)) for group in batch.groups)
+        "reward/solved_groups": sum(
+            all(sample.is_right for sample in group.samples) for group in batch.groups
+        )
         / num_groups,
         "reward/mixed_groups": sum(min(group) < max(group) for group in rewards) / num_groups,
         "reward/answer_found_share": sum(sample.answer_found for sample in samples) / num_samples,
@@ -136,12 +136,6 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
             if name not in AGENT_COUNTS
         },
     }
-
-
-def is_right(sample: Sample) -> bool:
-    """Whether a response is correct, before shaping."""
-    shaping = math.fsum(sample.reward_components.get(term, 0.0) for term in SHAPING_TERMS)
-    return sample.reward - shaping >= 1.0 - 1e-9  # up to rounding
 
 
 def by_name(records: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:

@@ -53,8 +53,8 @@ from bapo_megatron.ops.logprob import (
     apply_token_loss,
     importance_ratio,
 )
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.runtime.distributed import ProcessGroups, reduce_over
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import Numbers, TokenReport, TokenView
 from bapo_megatron.trainer.split import ZeroAdvantage
 from bapo_megatron.types import MicroBatch

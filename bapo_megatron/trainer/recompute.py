@@ -16,14 +16,13 @@ from bapo_megatron.config.schema import CorrectionConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.routes import BatchRoutes
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT
-from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.model import Model, PolicyOutput
 from bapo_megatron.runtime.distributed import (
     broadcast_from_last_stage,
     fail_together,
     gather_objects,
     reduce_over,
 )
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.split import SplitShape
 from bapo_megatron.types import (
     FinishReason,

@@ -39,7 +39,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
 )
 from bapo_megatron.policy.frozen import FrozenModel
-from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.model import Model, PolicyOutput
 from bapo_megatron.policy.weight_table import sequence_flops
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -47,7 +47,6 @@ from bapo_megatron.runtime.distributed import (
     fail_together,
     reduce_over,
 )
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
 
 if TYPE_CHECKING:

@@ -2,6 +2,11 @@
 
 A hit saves the forward-only pass, a miss costs a second loss pass. All counts here are equal on all
 ranks, so that all decide alike.
+
+The decisions of an objective that has ``decisive`` entries lie on a grid, so a prediction is either
+right to the last bit or wrong. Making one does not wait for the device.
+
+Shape legend: K = entries of a statistic, D = entries of a decision.
 """
 
 from __future__ import annotations
@@ -15,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bapo_megatron.algorithm.objective import Objective, Speculate
-from bapo_megatron.algorithm.prediction import predict, remember
+from bapo_megatron.algorithm.objective import Objective, Speculate, hide_rest
 from bapo_megatron.runtime.distributed import ProcessGroups, broadcast_bytes
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.trainer.loss import LossInputs
@@ -30,6 +34,10 @@ log-probs."""
 
 WINDOW = 32
 """Number of the newest predictions in the miss rate."""
+
+DECAY = 0.75
+"""Factor on an update's weight in ``recent_K`` with each later update
+(docs/benchmarks/speculation_cpu_202611.md)."""
 
 
 class Speculation:
@@ -123,3 +131,25 @@ class Speculation:
         if self.is_trial and self._groups.device.type == "cuda":
             torch.cuda.synchronize(self._groups.device)
         return time.perf_counter()
+
+
+def predict(objective: Objective, known_K: Tensor, recent_K: Tensor | None) -> Tensor:
+    """Predict an update's decision from the statistics of its tokens at ℓ = μ.
+
+    ``recent_K`` is from ``remember``; None before the first update. It is not saved: a resumed run
+    may miss more at first, with equal results.
+
+    Returns:
+        [D] float64, NaN except in ``objective.decisive``, which must be set; equal on all ranks
+        that hold the model's output.
+    """
+    assert objective.decisive is not None
+    decision = objective.decide(objective.foresee(known_K, recent_K))
+    return hide_rest(decision, objective.decisive)
+
+
+def remember(recent_K: Tensor | None, total_K: Tensor) -> Tensor:
+    """Add the statistics that an update turned out to have to the decaying sum of earlier ones."""
+    if recent_K is None:
+        return total_K
+    return total_K + (recent_K.double() * DECAY).to(torch.int64)

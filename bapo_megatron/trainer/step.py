@@ -26,6 +26,7 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.routes import BatchRoutes, RouteFiles
 from bapo_megatron.data.token_columns import COLUMNS
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import (
@@ -36,7 +37,6 @@ from bapo_megatron.runtime.distributed import (
     reduce_over,
 )
 from bapo_megatron.trainer.loss import LossInputs, LossStage, UpdateContext
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.recompute import measure_mismatch
 from bapo_megatron.trainer.records import (
     MeasuredUpdate,

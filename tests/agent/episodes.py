@@ -13,8 +13,7 @@ from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Call, Record
+from bapo_megatron.data.record import Call, Completion, Record
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.types import FinishReason, PromptTokens, Sample
 from tests.data.test_tools import HERMES

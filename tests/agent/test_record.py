@@ -13,8 +13,7 @@ import pytest
 
 from bapo_megatron.agent.protocol import Answer, ChatRequest, ResponsesRequest
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Call, Conversation, Record
+from bapo_megatron.data.record import Call, Completion, Conversation, Record
 from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.types import FinishReason, Sample, VersionSpan
 from tests.agent.episodes import EOS, TOOL, make_renderer, sequences_of

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.rollout.buffer import RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved, write_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan

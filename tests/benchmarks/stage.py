@@ -17,9 +17,9 @@ from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.chunked import OutputHead
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossInputs, LossStage
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch, make_tokens

@@ -15,7 +15,7 @@ import numpy as np
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import Engine, GenerateRequest, SamplingSettings, Stepper
 from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.completion import Completion, join
+from bapo_megatron.data.record import Completion, join
 from bapo_megatron.engine.base import CompletionSink
 from bapo_megatron.types import FinishReason
 from examples.tiny.model import build_tokenizer

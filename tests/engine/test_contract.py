@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import START_VERSION, Engine, PauseMode
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import Capabilities, CompletionSink, GenerateRequest, Stepper
 from bapo_megatron.types import FinishReason

@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.types import FinishReason, RolloutBatch, SampleText

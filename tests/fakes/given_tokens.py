@@ -15,9 +15,9 @@ from torch._C._distributed_c10d import HashStore
 from bapo_megatron.algorithm.objective import TokenBatch
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.ops.logprob import TokenLogprobs, importance_ratio
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer.loss import LossStage, UpdateContext
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import MicroBatch
 
 CPU = torch.device("cpu")

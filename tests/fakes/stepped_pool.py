@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.errors import ServerGoneError

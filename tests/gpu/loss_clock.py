@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.records import TokenReport
 
 Mark = float | torch.cuda.Event

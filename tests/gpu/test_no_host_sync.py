@@ -12,14 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bapo_megatron.algorithm.advantage import Advantages
-from bapo_megatron.algorithm.prediction import predict, remember
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
 from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.trainer.loss import LossInputs, LossStage, UpdateContext
-from bapo_megatron.trainer.policy_output import PolicyOutput
+from bapo_megatron.trainer.speculation import predict, remember
 from bapo_megatron.trainer.split import SplitShape, split_step
 from bapo_megatron.trainer.step import NUM_FAULTS, check
 from tests.gpu.training import read_batch_arrays, write_batch_arrays

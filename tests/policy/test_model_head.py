@@ -13,9 +13,9 @@ from torch import Tensor
 
 from bapo_megatron.config.megatron import ModelConfig, ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.trainer.loss import LossStage
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import MicroBatch
 from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch

@@ -8,8 +8,7 @@ from bapo_megatron.reward.base import (
     SampleFacts,
     Score,
 )
-from bapo_megatron.reward.composition import Rewards
-from bapo_megatron.reward.shaping import Shaping
+from bapo_megatron.reward.composition import Rewards, Shaping
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import Prompt

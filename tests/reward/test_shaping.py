@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from bapo_megatron.config.reward import OverlongConfig, RewardConfig
 from bapo_megatron.reward.base import Response, SampleFacts, Score
-from bapo_megatron.reward.shaping import Shaping, overlong_penalty, repeated_share
+from bapo_megatron.reward.composition import Shaping, overlong_penalty, repeated_share
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Call
+from bapo_megatron.data.record import Call, Completion
 from bapo_megatron.rollout.buffer import Episode
 from bapo_megatron.types import FinishReason, Sample, VersionSpan
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data.completion import Completion, join
+from bapo_megatron.data.record import Completion, join
 from bapo_megatron.data.staleness import num_spanned
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.pooled import PooledEngine

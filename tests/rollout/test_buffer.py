@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.completion import Completion
-from bapo_megatron.data.record import Call
+from bapo_megatron.data.record import Call, Completion
 from bapo_megatron.data.staleness import response_age
 from bapo_megatron.rollout import saved as saved_module
 from bapo_megatron.rollout.buffer import DropReason, Episode, PendingGroup, RolloutBuffer

@@ -9,7 +9,7 @@ import pytest
 
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.reward.base import Response, Score
-from bapo_megatron.reward.shaping import ShapedReward
+from bapo_megatron.reward.composition import ShapedReward
 from bapo_megatron.rollout.buffer import Episode
 from bapo_megatron.types import FinishReason
 from tests.rollout.batching_setup import settle

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.evaluation.samples import EvalSet, iterate_samples

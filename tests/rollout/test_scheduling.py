@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection, same_answer_share

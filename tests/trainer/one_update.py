@@ -18,9 +18,8 @@ from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig, TrainConfig
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.policy.frozen import FrozenModel
-from bapo_megatron.policy.model import Model
+from bapo_megatron.policy.model import Model, PolicyOutput
 from bapo_megatron.runtime.distributed import ProcessGroups
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.trainer.scorers import FrozenScorer
 from bapo_megatron.trainer.split import ZeroAdvantage, split_shape
 from bapo_megatron.trainer.step import BatchTrainer

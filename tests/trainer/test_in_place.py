@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
-from bapo_megatron.trainer import policy_output
+from bapo_megatron.policy import model
 from tests.distributed_launch import joined, run_ranks
 from tests.trainer.one_update import Case, build_trainer
 
@@ -40,7 +40,7 @@ def watch_the_logits(model_dir: Path, dump: Path) -> dict[str, Any]:
             model_dir, groups, Case(dtype="bfloat16"), sizes={}, optimizer={"lr": 0.0}
         )
         trainer.state.model.chunks[-1].output_layer.register_forward_hook(remember)
-        with mock.patch.object(policy_output, "vocab_parallel_logprobs", watch):
+        with mock.patch.object(model, "vocab_parallel_logprobs", watch):
             trainer.train(read_batch(dump))
     return seen
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.ops.logprob import TokenLogprobs
+from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.trainer import speculation
-from bapo_megatron.trainer.policy_output import PolicyOutput
 from bapo_megatron.types import FinishReason, RolloutBatch, UpdateResult
 from tests.distributed_launch import joined, run_ranks
 from tests.trainer import one_update

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bapo_megatron.algorithm.loss import RESPONSE_UNIT
-from bapo_megatron.algorithm.prediction import hide_rest
+from bapo_megatron.algorithm.objective import hide_rest
 from bapo_megatron.ops.contributions import BOUNDS_FIELDS, EXIT_NAMES
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.runtime.distributed import ProcessGroups

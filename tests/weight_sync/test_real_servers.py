@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.sglang.server import SglangServer
 from tests.distributed_launch import run_ranks

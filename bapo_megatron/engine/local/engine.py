@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import (
     START_VERSION,
     BucketLayout,

@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 
 from bapo_megatron.config.rollout import ServerConfig
-from bapo_megatron.data.completion import Completion, join
+from bapo_megatron.data.record import Completion, join
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import (
     Capabilities,

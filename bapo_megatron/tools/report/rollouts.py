@@ -35,7 +35,6 @@ from bapo_megatron.data.token_columns import (
 )
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_paths
 from bapo_megatron.runtime.files import read_regular
-from bapo_megatron.telemetry.metrics import is_right
 from bapo_megatron.tools.report.figures import rounded
 from bapo_megatron.tools.report.runs import RunRecord
 from bapo_megatron.types import FinishReason, Group, RolloutBatch, Sample, SampleText
@@ -405,7 +404,7 @@ def _sample_entry(
     entry = {
         "index": sample.index,
         "reward": rounded(sample.reward),
-        "right": is_right(sample),
+        "right": sample.is_right,
         "components": {name: rounded(v) for name, v in sample.reward_components.items()},
         "answered": sample.answer_found,
         "advantage": None if advantage is None else rounded(advantage),

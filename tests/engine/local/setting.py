@@ -10,7 +10,7 @@ import numpy as np
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.local.engine import LocalBackend, LocalEngine
 from tests.engine.helpers import Kept, reference_logprobs

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.data.completion import Completion, join
+from bapo_megatron.data.record import Completion, join
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.engine.local import decoder
 from bapo_megatron.engine.local.engine import load_model

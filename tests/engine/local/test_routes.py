@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest
 from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import complete, opened, ragged_requests, start

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from bapo_megatron.data.completion import Completion
+    from bapo_megatron.data.record import Completion
     from bapo_megatron.engine.local.engine import LocalEngine
 
     Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]

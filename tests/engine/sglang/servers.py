@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest, Readiness, SamplingSettings
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ApiKeys

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.rollout import ServerConfig, SpeculativeConfig
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import MemoryPart, SamplingSettings
 from bapo_megatron.engine.sglang import client as sglang_client
 from bapo_megatron.engine.sglang.client import SglangClient

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bapo_megatron.data.completion import Completion
+from bapo_megatron.data.record import Completion
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
 from bapo_megatron.engine.sglang.protocol import (

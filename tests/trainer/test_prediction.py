@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from bapo_megatron.algorithm.objectives.bapo import Bapo, BapoConfig
-from bapo_megatron.algorithm.prediction import predict, remember
+from bapo_megatron.trainer.speculation import predict, remember
 from tests.fakes.given_tokens import make_tokens
 
 
