@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from bapo_megatron.ops.chunked import placeholder_gradient
-from bapo_megatron.ops.swiglu import swiglu
+from bapo_megatron.policy.local_layers import swiglu
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of every factor of a grouped product."""

@@ -1,42 +1,28 @@
 """The modules of a transformer layer.
 
 On a GPU with Transformer Engine: Megatron's own Transformer Engine layer. Elsewhere: Megatron's
-parallel linears with PyTorch twins of the two Transformer Engine modules that Megatron-core lacks.
-The twins bear **Transformer Engine's parameter names** (``linear_qkv.layer_norm_weight``), so that
-weight mapping, packing and checkpoints are one code path.
-
-Shape legend: N = packed tokens on this rank, S = those of one sequence, C = context-parallel ranks,
-H = heads on this rank, G = key/value groups on this rank, D = channels of a head.
+parallel linears with the twins of ``policy.local_layers``.
 """
 
 import copy
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import (
     HAVE_TE,
     TELayerNormColumnParallelLinear,
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import mlp, multi_latent_attention
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -46,12 +32,16 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor, nn
 
-from bapo_megatron.ops.swiglu import swiglu, weighted_swiglu
 from bapo_megatron.policy.delta_net import PackedGatedDeltaNet, use_twins
 from bapo_megatron.policy.experts import GroupedExperts
 from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.local_layers import (
+    NormColumnParallelLinear,
+    PackedCausalAttention,
+    ReplicatedLinear,
+    RMSNorm,
+)
 
 
 def layer_spec(
@@ -173,53 +163,6 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return bool(HAVE_TE)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32; Megatron's refuses sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
-        super().__init__()
-        self.eps, self.config = eps, config
-        self.weight = _replicated(config, hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return _rms_norm(hidden, self.weight, self.eps, self.config)
-
-
-class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and a column-parallel linear: the twin of TELayerNormColumnParallelLinear."""
-
-    def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
-    ) -> None:
-        super().__init__(input_size, output_size, config=config, **options)
-        self.layer_norm_weight = _replicated(config, input_size)
-
-    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Normalise ``hidden``, then multiply; returns (output, bias to add later)."""
-        eps = self.config.layernorm_epsilon
-        normalised = _rms_norm(hidden, self.layer_norm_weight, eps, self.config)
-        return super().forward(normalised, *args, **options)
-
-
-class ReplicatedLinear(nn.Module):
-    """A linear that every tensor-parallel rank has whole: the twin of a duplicated TELinear.
-
-    Megatron's column-parallel one would give the rotated keys, which all heads share, the gradients
-    of a rank's own heads alone.
-    """
-
-    def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
-    ) -> None:
-        super().__init__()
-        self.weight = _replicated(config, output_size, input_size)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """Multiply; returns (output, no bias)."""
-        return F.linear(hidden, self.weight), None
-
-
 class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
     """Megatron's multi-head latent attention (MLA), with exactly the norms of its spec.
 
@@ -232,234 +175,3 @@ class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
             **{name: getattr(submodules, name) for name in names},
             **dict.fromkeys(("q_layernorm", "kv_layernorm"), IdentityOp),
         }
-
-
-@dataclass
-class PackedSequences(PackedSeqParams):
-    """Megatron's description of a packed batch, with the lengths on the host."""
-
-    lengths: Sequence[int] = ()
-    """Of the whole sequences, which context-parallel ranks divide."""
-
-
-class PackedRotaryEmbedding(nn.Module):
-    """Rotations of the tokens of a packed batch, computed once for all layers.
-
-    Megatron has the angles by position and, without Transformer Engine, rotates each sequence
-    separately in every layer. With MLA every layer computes them.
-    """
-
-    def __init__(self, by_position: RotaryEmbedding, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.by_position, self.dtype = by_position, dtype
-
-    def get_rotary_seq_len(self, *args: Any) -> PackedSequences:
-        """Return what GPTModel gives to ``forward``, in place of a length."""
-        packed_seq_params: PackedSequences = args[-1]
-        return packed_seq_params
-
-    def forward(
-        self, packed_seq_params: PackedSequences, *, cp_group: Any, **options: Any
-    ) -> Tensor:
-        """Return cosine and sine for each token of this context rank, [2, N, 1, D]."""
-        angles = self.by_position(packed_seq_params.max_seqlen_q, **options)
-        angles_N1D = self._angles_by_token(angles, packed_seq_params, cp_group)
-        return torch.stack([angles_N1D.cos(), angles_N1D.sin()]).to(self.dtype)
-
-    def get_cached_cos_sin(
-        self, packed_seq_params: PackedSequences, *, packed_seq: bool, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine for MLA, [N, 1, D] each; YaRN scales them."""
-        angles, factor = self.by_position(packed_seq_params.max_seqlen_q, packed_seq=packed_seq)
-        angles_N1D = self._angles_by_token(angles, packed_seq_params, None)
-        return (factor * angles_N1D.cos()).to(self.dtype), (factor * angles_N1D.sin()).to(
-            self.dtype
-        )
-
-    def _angles_by_token(
-        self, angles_S11D: Tensor, packed_seq_params: PackedSequences, cp_group: Any
-    ) -> Tensor:
-        group = self.by_position.cp_group if cp_group is None else cp_group
-        size, rank = group.size(), group.rank()
-        angles, parts = angles_S11D[:, :, 0], []
-        for length in packed_seq_params.lengths:
-            if size == 1:
-                parts.append(angles[:length])
-            else:
-                chunks = angles[:length].chunk(2 * size)
-                parts += [chunks[rank], chunks[2 * size - 1 - rank]]
-        return torch.cat(parts)
-
-
-def use_own_kernels(gpt: GPTModel) -> None:
-    """Have Megatron rotate a packed batch in one go, as with Transformer Engine; and our SwiGLU.
-
-    Megatron's needs torch's compiler. Replaces the kernels for every model of this process.
-    """
-    mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = swiglu, weighted_swiglu
-    for module in list(gpt.modules()):
-        if isinstance(rope := getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
-            module.rotary_pos_emb = PackedRotaryEmbedding(rope, gpt.config.params_dtype)
-    gpt.config.apply_rope_fusion = True
-    rope_utils.fused_apply_rotary_pos_emb_thd = _rotate_packed
-    multi_latent_attention.fused_apply_mla_rope_for_q = _rotate_latent_queries
-    multi_latent_attention.fused_apply_mla_rope_for_kv = _rotate_latent_keys
-
-
-def _rotate_packed(
-    tokens_NHD: Tensor,
-    cu_seqlens: Tensor | None,
-    rotation: Tensor | tuple[Tensor, Tensor],
-    **_: Any,
-) -> Tensor:
-    """Rotate queries or keys; the twin of Transformer Engine's kernel for packed batches."""
-    cos_N1D, sin_N1D = rotation
-    width = cos_N1D.shape[-1]
-    rotated, passed = tokens_NHD[..., :width], tokens_NHD[..., width:]
-    first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos_N1D + torch.cat((-second, first), dim=-1) * sin_N1D
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
-
-
-def _rotate_latent_queries(
-    query_NHD: Tensor, cos: Tensor, sin: Tensor, unrotated_dim: int, rotary_dim: int, *_: Any
-) -> Tensor:
-    """Rotate the last channels of queries; the twin of Megatron's kernel."""
-    unrotated, rotated = query_NHD.split([unrotated_dim, rotary_dim], dim=-1)
-    return torch.cat((unrotated, _rotate_pairs(rotated, cos, sin)), dim=-1)
-
-
-def _rotate_latent_keys(
-    key_value_NHD: Tensor,
-    shared_key_N1D: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: int,
-    unrotated_dim: int,
-    value_dim: int,
-    *_: Any,
-) -> tuple[Tensor, Tensor]:
-    """Return keys with the rotated channels that heads share, and values; the kernel's twin."""
-    unrotated, value_NHD = key_value_NHD.split([unrotated_dim, value_dim], dim=-1)
-    rotated = _rotate_pairs(shared_key_N1D, cos, sin).expand(-1, unrotated.shape[1], -1)
-    return torch.cat((unrotated, rotated), dim=-1), value_NHD
-
-
-def _rotate_pairs(tokens_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channels 2i and 2i + 1 together; they become channels i and i + D/2."""
-    halves = torch.cat((tokens_NHD[..., 0::2], tokens_NHD[..., 1::2]), dim=-1)
-    return _rotate_packed(halves, None, (cos, sin))
-
-
-class PackedCausalAttention(nn.Module):
-    """Causal attention within each sequence of a packed (thd) batch.
-
-    The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches. Under
-    context parallelism each rank holds two chunks of every sequence (``data.micro_batch``) and
-    gathers the keys and values of the others.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *args: Any,
-        pg_collection: ProcessGroupCollection | None = None,
-        softmax_scale: float | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        assert pg_collection is not None
-        self.scale = softmax_scale or config.kv_channels**-0.5
-        self.context = pg_collection.cp
-
-    def forward(
-        self,
-        query_NHD: Tensor,
-        key_NGD: Tensor,
-        value_NGD: Tensor,
-        attention_mask: None,
-        *,
-        packed_seq_params: PackedSequences,
-        **options: Any,
-    ) -> Tensor:
-        """Return [N, H · D]."""
-        lengths = [length // self.context.size() for length in packed_seq_params.lengths]
-        keys, values = self._sequences(key_NGD, lengths), self._sequences(value_NGD, lengths)
-        parts = zip(query_NHD.split(lengths), keys, values, strict=True)
-        return torch.cat([self._attend(*part) for part in parts]).flatten(1)
-
-    def _sequences(self, local_NGD: Tensor, lengths: list[int]) -> list[Tensor]:
-        """Return the keys or values of each whole sequence, [C · S, G, D].
-
-        Gradients go back to the rank that owns the part. Rank c holds chunk c of a sequence and, of
-        its 2C chunks, the c-th from the end.
-        """
-        size = self.context.size()
-        if size == 1:
-            return list(local_NGD.split(lengths))
-        gathered = gather_from_sequence_parallel_region(local_NGD.contiguous(), group=self.context)
-        sequences = []
-        for parts_CSGD in gathered.unflatten(0, (size, -1)).split(lengths, dim=1):
-            first, second = parts_CSGD.chunk(2, dim=1)
-            sequences.append(torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)]))
-        return sequences
-
-    def _attend(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
-        """Attend within one sequence, of which this rank has S queries; returns [S, H, D]."""
-        size = self.context.size()
-        if size == 1:
-            return self._causal(query_SHD, key_SGD, value_SGD)
-        chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
-        ends = ((rank + 1) * chunk, (2 * size - rank) * chunk)  # keys that each chunk sees
-        parts = zip(query_SHD.chunk(2), ends, strict=True)
-        return torch.cat(
-            [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]
-        )
-
-    def _causal(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
-        """Let the last query see every key, and each one before it one key less."""
-        num_queries, num_keys = len(query_SHD), len(key_SGD)
-        bias = None
-        if num_queries != num_keys:
-            # Only context parallelism needs it, and it loads torch's compiler: almost a second that
-            # processes without an optimizer (``convert``) save.
-            from torch.nn.attention.bias import causal_lower_right
-
-            # On a GPU it never becomes a mask, whose size is quadratic in the length.
-            bias = causal_lower_right(num_queries, num_keys)
-        output_HSD = F.scaled_dot_product_attention(
-            query_SHD.transpose(0, 1)[None],
-            key_SGD.transpose(0, 1)[None],
-            value_SGD.transpose(0, 1)[None],
-            attn_mask=bias,
-            is_causal=bias is None,
-            scale=self.scale,
-            enable_gqa=True,
-        )[0]
-        return output_HSD.transpose(0, 1)
-
-
-def normalised(linear: Any, hidden: Tensor) -> Tensor:
-    """Return what a linear multiplies: its input after its norm, if it has one."""
-    if not hasattr(linear, "layer_norm_weight"):
-        return hidden
-    weight, config = linear.layer_norm_weight, linear.config
-    if config.layernorm_zero_centered_gamma:
-        weight = (1 + weight.float()).to(weight.dtype)
-    return F.rms_norm(hidden, hidden.shape[-1:], weight, config.layernorm_epsilon)
-
-
-def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
-    # Sequence-parallel ranks see a part of the tokens each: Megatron sums marked gradients.
-    weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return weight
-
-
-def _rms_norm(hidden: Tensor, weight: Tensor, eps: float, config: TransformerConfig) -> Tensor:
-    """Normalise and scale in float32, rounded once; on a GPU a single kernel in each direction."""
-    if config.layernorm_zero_centered_gamma:
-        scale = 1 + weight.float()  # rounding it to bfloat16 would lose most of the weight
-        return F.rms_norm(hidden.float(), hidden.shape[-1:], scale, eps).to(hidden.dtype)
-    return F.rms_norm(hidden, hidden.shape[-1:], weight, eps)

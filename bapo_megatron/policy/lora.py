@@ -52,7 +52,7 @@ from bapo_megatron.policy.hf_weights import (
     tensor_place,
     to_shard,
 )
-from bapo_megatron.policy.layer_spec import normalised
+from bapo_megatron.policy.local_layers import normalised
 from bapo_megatron.policy.weight_table import hf_shapes
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.runtime.files import sampled_digest

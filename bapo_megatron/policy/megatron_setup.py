@@ -21,7 +21,8 @@ from torch import nn
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
 from bapo_megatron.policy.families.base import HfConfig, YarnRope
 from bapo_megatron.policy.hf_config import check_division, padded_vocab_size
-from bapo_megatron.policy.layer_spec import layer_spec, use_own_kernels, uses_transformer_engine
+from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
+from bapo_megatron.policy.local_layers import use_own_kernels
 from bapo_megatron.runtime.distributed import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -39,7 +39,7 @@ from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_kept, find_tensors, load_weights, local_weights
-from bapo_megatron.policy.layer_spec import PackedSequences
+from bapo_megatron.policy.local_layers import PackedSequences
 from bapo_megatron.policy.lora import Lora, load_adapter, write_adapter
 from bapo_megatron.policy.megatron_setup import build_chunks, wrap_for_precision
 from bapo_megatron.policy.routers import Routers

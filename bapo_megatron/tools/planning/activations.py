@@ -17,7 +17,7 @@ A gated delta net's tensors are counted by ``delta_tensors``; a chunk has as man
 layer as it has on average.
 
 ``transformer-engine`` is read off the saved tensors of its LayerNormLinear, Linear, RMSNorm and
-flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.layer_spec``), and
+flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.local_layers``), and
 measured by the tests.
 """
 

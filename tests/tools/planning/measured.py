@@ -30,7 +30,7 @@ from bapo_megatron.config.megatron import (
 )
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.layer_spec import PackedSequences
+from bapo_megatron.policy.local_layers import PackedSequences
 from bapo_megatron.policy.megatron_setup import build_chunks, seed_everything, wrap_for_precision
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.optimizer import build_optimizer, wrap_for_data_parallel

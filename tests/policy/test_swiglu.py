@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_megatron.ops.swiglu import swiglu, weighted_swiglu
+from bapo_megatron.policy.local_layers import swiglu, weighted_swiglu
 
 SIZES = [(0, 8), (1, 1), (31, 33), (257, 96)]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_megatron.policy.layer_spec import PackedCausalAttention, PackedSequences, _rms_norm
+from bapo_megatron.policy.local_layers import PackedCausalAttention, PackedSequences, _rms_norm
 
 
 def test_attention_takes_lengths_from_the_host_and_ends_at_each_sequence() -> None:
