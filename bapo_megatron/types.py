@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from bapo_megatron.runtime.names import SHAPING_TERMS
+
 if TYPE_CHECKING:
     import torch
 
@@ -104,10 +106,6 @@ class WrittenSpan(NamedTuple):
     """Position of the first in the response; at least 1."""
     num_tokens: int
     """At least 1."""
-
-
-SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
-"""Names in ``Sample.reward_components`` of what training adds to the reward."""
 
 
 @dataclass(slots=True)

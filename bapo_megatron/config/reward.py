@@ -14,7 +14,7 @@ from bapo_megatron.config.section import (
     is_loopback,
     split_address,
 )
-from bapo_megatron.types import SHAPING_TERMS
+from bapo_megatron.runtime.names import SHAPING_TERMS
 
 BUILT_IN_FUNCTIONS = ("math", "math_verify", "program", "gym")
 """Reward functions that need no module."""

@@ -1,4 +1,4 @@
-"""Objects that a configuration names: ``package.module:attribute``."""
+"""Names: objects of a configuration (``package.module:attribute``), and terms of the reward."""
 
 import importlib
 import operator
@@ -7,6 +7,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
+"""What training adds to the reward: keys of ``reward``, of ``Sample.reward_components`` and
+metrics."""
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """Messages of the dynamic loader when address space is exhausted."""
 _NOT_USER_CODE = (

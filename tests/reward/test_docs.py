@@ -10,7 +10,7 @@ import yaml
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.reward.base import Response, SampleFacts
 from bapo_megatron.reward.math_answer import Reason
-from bapo_megatron.types import SHAPING_TERMS
+from bapo_megatron.runtime.names import SHAPING_TERMS
 from tests.launch import REPOSITORY, free_port
 from tests.reward.scoring import score
 
