@@ -279,3 +279,19 @@ def test_the_listed_wheels_suffice_for_what_runs_on_the_cpu(tmp_path: Path) -> N
         "seconds (kernels)",
     ]
     assert all(line["figure"] > 0 for line in lines["kernels"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.sglang
+def test_the_part_with_sglang_trains_by_serve_and_a_broadcast_on_the_cpu(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sglang", "--device=cpu", f"--dir={tmp_path}", "--steps=2"]
+    acceptance.main([*arguments, "--overrides", "eval.max_prompts=16"])
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    figures = {line["check"]: line["figure"] for line in lines}
+    assert figures["mismatch of sampler and trainer (broadcast)"] < 1e-4
+    assert figures["difference after a weight sync (broadcast)"] < 1e-4
+    assert math.isfinite(figures["accuracy gained (broadcast)"])
+    assert "sglang ended without an error" not in figures
