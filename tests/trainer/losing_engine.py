@@ -16,12 +16,12 @@ class LosingKind(LocalKind):
         class LosingBackend(LocalBackend):
             async def connect(self, address: str) -> LocalEngine:
                 engine = await super().connect(address)
-                change_weights = engine._weights._change
+                change_weights = engine.weights._change
 
                 async def lose(change: Callable[[], None], version: int | None) -> None:
                     await change_weights((lambda: None) if version else change, version)
 
-                engine._weights._change = lose
+                engine.weights._change = lose
                 return engine
 
         return LosingBackend(config.model, config.rollout.local, device)

@@ -70,7 +70,7 @@ COMMANDS = {
 def test_the_docs_have_commands_for_one_node() -> None:
     assert {page: len(commands) for page, commands in COMMANDS.items()} == {
         "launch.md": 3,  # divided, colocated, other servers
-        "gpu.md": 4,  # the same, the last one twice
+        "gpu.md": 2,  # divided, colocated
     }
 
 
