@@ -25,10 +25,10 @@ REASONS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-def make(experts: int = 4, inner: int = 8, **options: Any) -> GroupedExperts:
+def make(experts: int = 4, inner: int = 8, hidden: int = 16, **options: Any) -> GroupedExperts:
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=16,
+        hidden_size=hidden,
         num_attention_heads=2,
         num_moe_experts=experts,
         moe_ffn_hidden_size=inner,
