@@ -183,7 +183,7 @@ def run_apart(parts: list[str], options: argparse.Namespace) -> list[Check]:
     done = []
     for part in parts:
         command = [sys.executable, "-m", "tests.gpu.acceptance", part, *arguments]
-        command += ["--sizes", *options.sizes]
+        command += ["--sizes", *options.sizes, "--overrides", *options.overrides]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, start_new_session=True
         ) as process:
