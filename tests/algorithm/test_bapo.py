@@ -108,6 +108,16 @@ def test_tokens_beyond_the_exact_sums_are_refused_with_a_remedy(
     assert re.search(reason, objective.explain_refusal(decision.tolist()))
 
 
+def test_a_side_of_the_search_has_at_most_256_candidates() -> None:
+    def upper(num_steps: int) -> BapoConfig:
+        side = {"start": 1.0, "max": 2.0, "step": 1 / num_steps}
+        return BapoConfig.model_validate({"upper": side})
+
+    assert upper(255).upper.step == 1 / 255
+    with pytest.raises(ValueError, match=r"upper\.step .* 256 candidates, got 257"):
+        upper(256)
+
+
 def test_a_table_that_cannot_be_added_up_is_refused_with_a_remedy() -> None:
     objective = make_objective()
     decision = [2.0**31 if name == "tokens" else 0.0 for name in BOUNDS_FIELDS]

@@ -167,6 +167,13 @@ def test_moonlight_is_read_with_its_latents_experts_and_code_that_nothing_runs()
     assert sequence_flops(config) == SequenceFlops(5_158_207_488, 27 * 16 * 320)
 
 
+def test_a_delta_net_reads_its_state_twice_and_writes_it_for_every_token() -> None:
+    flops = sequence_flops(read_hf_config_file(MODELS / "qwen3.5-27b.json"))
+    matrices = 25_621_954_560  # of transformers' model on the meta device, without the embedding
+    states = 48 * 48 * 128 * 128  # 48 delta nets of 48 heads
+    assert flops == SequenceFlops(2 * (matrices + 3 * states), 16 * 24 * (256 + 256))
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
