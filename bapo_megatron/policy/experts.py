@@ -1,7 +1,7 @@
 """A layer's experts without Transformer Engine: a grouped product in place of one product each.
 
 Shape legend: N = tokens of this rank's experts, expert by expert; E = experts of this rank, I and
-O = input and output channels of a linear.
+O = input and output channels of a linear, F = channels of an expert.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from bapo_megatron.ops.chunked import placeholder_gradient
-from bapo_megatron.policy.local_layers import swiglu
+from bapo_megatron.policy.local_layers import weighted_swiglu
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of every factor of a grouped product."""
@@ -37,8 +37,8 @@ class GroupedExperts(SequentialMLP):
         sizes = tokens_per_expert.tolist()
         ends_E = tokens_per_expert.cumsum(0).to(hidden_NI.device, torch.int32, non_blocking=True)
         gate_up = self._multiply("linear_fc1", hidden_NI, ends_E, sizes)
-        inner = swiglu(gate_up) * probs_N[:, None]
-        return self._multiply("linear_fc2", inner.to(hidden_NI.dtype), ends_E, sizes), None
+        inner_NF = weighted_swiglu(gate_up, None, probs_N[:, None])
+        return self._multiply("linear_fc2", inner_NF, ends_E, sizes), None
 
     def loop_reason(self, dtype: torch.dtype) -> str:
         """Return why experts of ``dtype`` are computed one by one; empty if they are not."""
