@@ -33,6 +33,9 @@ TOOL_FORMATS = ("none", "hermes", "llama3")
 SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
 PYTHON_TOOL = "python_tool"
+TURN_FRACTION = 0.8
+"""Share of ``episodes.step_timeout_s`` that cells of ``python_tool`` may take; the rest is for
+starting and ending interpreters."""
 """The environment in which the policy runs Python."""
 _PYTHON_SCHEMA = {
     "type": "function",
@@ -453,11 +456,13 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
-        needed_s, limit_s = self.python_tool.sandbox.timeout_s, self.episodes.step_timeout_s
-        if self.environment == PYTHON_TOOL and limit_s <= needed_s:
+        cell_s, limit_s = self.python_tool.sandbox.timeout_s, self.episodes.step_timeout_s
+        needed_s = cell_s / TURN_FRACTION
+        if self.environment == PYTHON_TOOL and limit_s < needed_s:
             raise ValueError(
-                f"episodes.step_timeout_s must be above python_tool.sandbox.timeout_s = "
-                f"{needed_s:g}, got {limit_s:g}: it is for all cells of a step; raise it"
+                f"episodes.step_timeout_s must be at least {needed_s:g} with "
+                f"python_tool.sandbox.timeout_s = {cell_s:g}, got {limit_s:g}: it is for all "
+                "cells of a step; raise it"
             )
         later = ("async_steps", "partial_tokens", "tokens_per_step", "max_carries", "fixed_lag")
         for name in later:

@@ -35,7 +35,7 @@ def build(name: str, options: Mapping[str, Any] | None = None) -> EnvironmentHan
         if name == PYTHON_TOOL:
             from bapo_megatron.environment.python_tool import PythonTool
 
-            return EnvironmentHandler(name, PythonTool(options or {}))
+            return EnvironmentHandler(name, PythonTool(**(options or {})))
         return EnvironmentHandler(name, _load(name))
     except LoadError as error:
         raise LoadError(f"'{name}' {error}") from error

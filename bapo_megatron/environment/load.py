@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from types import MappingProxyType
 from typing import Any
 
-from bapo_megatron.config.rollout import SINGLE_TURN, EpisodesConfig, RolloutConfig
+from bapo_megatron.config.rollout import SINGLE_TURN, TURN_FRACTION, EpisodesConfig, RolloutConfig
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.runtime.workers import WorkerPool
@@ -15,7 +15,10 @@ def load_environment(config: RolloutConfig) -> Environment:
     """Set up what ``rollout.environment`` names; nothing is imported or started before ``open``."""
     if config.environment == SINGLE_TURN:
         return SingleTurn()
-    options = config.python_tool.model_dump(mode="json")
+    options = {
+        "options": config.python_tool.model_dump(mode="json"),
+        "turn_timeout_s": TURN_FRACTION * config.episodes.step_timeout_s,
+    }
     return WorkerEnvironment(config.environment, config.episodes, options)
 
 

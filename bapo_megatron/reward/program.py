@@ -87,9 +87,12 @@ _PRELUDE = {
 """Names that starter code takes for granted: their module, and what they are there. They are looked
 up after the program's names and Python's own."""
 _START = """
-import builtins, sys
+import builtins, resource, sys
 getattr(sys, "set_int_max_str_digits", int)(0)
 sys.setrecursionlimit(50_000)
+_hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+_soft = 64 << 20  # recursion through C functions, such as lru_cache's
+resource.setrlimit(resource.RLIMIT_STACK, (_soft if _hard < 0 else min(_soft, _hard), _hard))
 sys.tracebacklimit = 9
 _builtin = {*dir(builtins)}
 for _name, (_module, _attribute) in _names.items():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Ending = Literal["ok", "error", "timeout", "memory", "output"]
+Ending = Literal["ok", "error", "timeout", "memory", "output", "exit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Outcome:
     ending: Ending
     """``error``: an uncaught exception, another exit status than 0, or a signal. ``timeout``,
     ``memory``, ``output``: a limit ended it. Without a cgroup too much memory is an ``error``, the
-    program's MemoryError."""
+    program's MemoryError. ``exit``: a cell ended its interpreter."""
     stdout: str = ""
     """Bytes that are not UTF-8 are replaced."""
     stderr: str = ""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import math
 import os
 import shutil
 import socket
@@ -40,9 +39,6 @@ _SYSTEM = ("usr/bin", "usr/lib", "usr/lib64", "usr/local/bin", "usr/local/lib")
 _LINKED = ("bin", "lib", "lib64")
 _SHARED_MEMORY_BYTES = 16 << 20
 _MAX_FILES = 256
-_MAX_CPU_FACTOR = 20
-"""CPU time of each process of a session, over ``timeout_s``: a bound for threads that a cell left
-behind."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MARK_BYTES = 16
 _ENVIRONMENT = {
@@ -192,8 +188,7 @@ class BubblewrapSandbox:
         Raises:
             SandboxError: It does not start.
         """
-        cpu_s = math.ceil(_MAX_CPU_FACTOR * self._config.timeout_s)
-        return Session(self._config, self._start("cells", cpu_s))
+        return Session(self._config, self._start("cells"))
 
     def start(self, program: str, max_files: int = _MAX_FILES) -> SandboxedProcess:
         """Start a program in a sandbox of its own; the caller feeds, reads and closes it.
@@ -264,7 +259,6 @@ class BubblewrapSandbox:
     def _start(
         self,
         kind: str,
-        cpu_s: int | None = None,
         slot: _Slot | None = None,
         stderr: int | None = subprocess.PIPE,
         max_files: int = _MAX_FILES,
@@ -278,8 +272,6 @@ class BubblewrapSandbox:
             "RLIMIT_NOFILE": max_files,
             "RLIMIT_CORE": 0,
         }
-        if cpu_s is not None:
-            limits["RLIMIT_CPU"] = cpu_s
         text = ",".join(f"{name}={value}" for name, value in limits.items())
         with contextlib.ExitStack() as on_close:
             if slot is None:
@@ -348,21 +340,27 @@ class Session:
         Raises:
             SandboxLostError: The sandbox was killed; the session has ended.
         """
+        self._process.resume()
         mark = os.urandom(_MARK_BYTES)
         limit = self._config.max_output_bytes
         exchange = Exchange(self._process, mark + _frame(cell), limit, mark)
         is_over = True
         try:
-            ending = exchange.run(timeout_s or self._config.timeout_s)
+            ending = exchange.run(self._config.timeout_s if timeout_s is None else timeout_s)
             if ending:
                 return Outcome(ending, *exchange.texts())
             if exchange.status is None:
-                return self._process.outcome(exchange)
+                return self._process.outcome(exchange, "exit")
             is_over = False
             return Outcome("ok" if exchange.status == b"0" else "error", *exchange.texts())
         finally:
             if is_over:
                 self.close()
+
+    def pause(self) -> None:
+        """Stop the interpreter until the next cell; close it if a cell left processes behind."""
+        if not self._process.pause():
+            self.close()
 
     def close(self) -> None:
         """End all of its processes. Safe to call twice."""

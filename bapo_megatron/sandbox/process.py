@@ -10,6 +10,7 @@ import selectors
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 20.0
 """Time limit of bubblewrap's start."""
+_PAUSE_TIMEOUT_S = 1.0
 CHUNK_BYTES = 1 << 16
 """Most bytes that are read or written at a time."""
 _SAID = "bwrap: "
@@ -42,6 +44,8 @@ class SandboxedProcess:
         self._cgroup = cgroup
         self._num_killed = 0 if cgroup is None else cgroup.num_killed()
         self._init: int | None = None
+        self._program: int | None = None
+        """A handle of the program once it has been paused."""
         self.on_close = contextlib.ExitStack()
         """Callbacks that ``close`` runs last."""
         with contextlib.ExitStack() as theirs:
@@ -87,8 +91,8 @@ class SandboxedProcess:
         finally:
             os.close(block)
 
-    def outcome(self, exchange: Exchange) -> Outcome:
-        """Return the outcome of a process that has ended by itself.
+    def outcome(self, exchange: Exchange, ending: Ending | None = None) -> Outcome:
+        """Return the outcome of a process that has ended by itself, of this kind or its status'.
 
         Raises:
             SandboxLostError: It was killed.
@@ -98,7 +102,7 @@ class SandboxedProcess:
         stdout, stderr = exchange.texts()
         if self._cgroup is not None and self._cgroup.num_killed() > self._num_killed:
             return Outcome("memory", stdout, stderr)
-        outcome = Outcome("ok" if status == 0 else "error", stdout, stderr)
+        outcome = Outcome(ending or ("ok" if status == 0 else "error"), stdout, stderr)
         [*_, said] = ["", *stderr.splitlines()]
         if status is None and said.startswith(_SAID):
             raise _refused(said)
@@ -114,6 +118,29 @@ class SandboxedProcess:
     def is_closed(self) -> bool:
         """Whether ``close`` has ended it."""
         return self._status.closed
+
+    def pause(self) -> bool:
+        """Stop the program until ``resume``; return False if that fails or it has child processes.
+
+        Child processes could fork faster than they are found.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            [pid] = _children(self._init_pid)
+            if self._program is None:
+                self._program = os.pidfd_open(pid)
+                self.on_close.callback(os.close, self._program)
+            signal.pidfd_send_signal(self._program, signal.SIGSTOP)
+            deadline_s = time.monotonic() + _PAUSE_TIMEOUT_S
+            while not _is_stopped(pid) and time.monotonic() < deadline_s:
+                time.sleep(0.0005)
+            return _is_stopped(pid) and _children(self._init_pid) == [pid] and not _children(pid)
+        return False
+
+    def resume(self) -> None:
+        """Let the program go on if it is paused."""
+        if self._program is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._program, signal.SIGCONT)
 
     def close(self) -> None:
         """Kill every process and wait until none is left; safe to call twice."""
@@ -154,6 +181,16 @@ class SandboxedProcess:
             return "it says why above"
         lines = self.process.stderr.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it was killed"
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _is_stopped(pid: int) -> bool:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def _refused(said: str) -> SandboxError:

@@ -4,8 +4,8 @@
 architecture (4), arguments (from 16, 8 bytes each). It refuses
 
 - what reaches beyond the sandbox's own processes and files, or is rarely used and often broken;
-- memory that neither rlimits nor the sizes of file systems bound: memfd, System V and message
-  queues;
+- what neither rlimits nor the sizes of file systems bound: memory of memfd, System V and message
+  queues, contexts of io_setup;
 - new namespaces, and sockets other than Unix ones and, for agents, IPv4 on their loopback;
 - calls newer than ``_NEWEST``, which nobody has judged, and those of other architectures (x32).
 
@@ -31,6 +31,7 @@ _REFUSED = {
     "fsopen": (430, 430),
     "fspick": (433, 433),
     "init_module": (175, 105),
+    "io_setup": (206, 0),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "io_uring_setup": (425, 425),
@@ -81,6 +82,8 @@ _REFUSED = {
 }
 """Calls that fail with EPERM, and their numbers on x86-64 and AArch64."""
 _CLONE, _SOCKET = (56, 220), (41, 198)
+_TIMER_CREATE = (222, 107)
+"""Its timers can continue a process that ``SIGSTOP`` has stopped."""
 _CLONE3 = 435
 """Its flags lie in memory, which a filter cannot read; without it libc calls ``clone``."""
 _NEWEST = 451
@@ -133,6 +136,7 @@ def seccomp_filter(machine: str = platform.machine(), *, allows_loopback: bool =
         _Line(_LOAD, _NUMBER),
         _Line(_AT_LEAST, _NEWEST + 1, if_true="absent"),  # also x32's, which have bit 30
         _Line(_EQUAL, _CLONE3, if_true="absent"),
+        _Line(_EQUAL, _TIMER_CREATE[column], if_true="absent"),
         *(_Line(_EQUAL, number, if_true="refuse") for number in sorted(refused)),
         _Line(_EQUAL, _CLONE[column], if_true="clone"),
         _Line(_EQUAL, _SOCKET[column], if_true="socket", if_false="allow"),

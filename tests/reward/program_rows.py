@@ -203,6 +203,13 @@ NUMBERS = {
         fenced("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nprint(f(int(input())))"),
         prints(("20000", "20000")),
     ),
+    "deep recursion with a cache": (
+        fenced(
+            "from functools import cache\n@cache\ndef f(n):\n"
+            "    return 0 if n == 0 else 1 + f(n - 1)\nprint(f(int(input())))"
+        ),
+        prints(("20000", "20000")),
+    ),
 }
 """All of them are right."""
 

@@ -9,6 +9,7 @@ readable by root alone.
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -20,7 +21,8 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.sandbox import SandboxConfig
-from bapo_megatron.sandbox.bubblewrap import open_sandbox
+from bapo_megatron.sandbox.bubblewrap import _lock, open_sandbox
+from bapo_megatron.sandbox.cgroup import left_behind
 from tests.sandbox.probes import CANARY, filled
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -56,6 +58,24 @@ def outcomes(
         check=True,
     )
     return dict(json.loads(process.stdout))
+
+
+def abandoned() -> set[int]:
+    """Slots with a control group that nobody uses; tests beside this one use others."""
+    return {n for n in left_behind() if (lock := _lock(n)) is not None and lock.close() is None}
+
+
+def children(pid: int | str = "self") -> list[int]:
+    """Children of a process, with those that nobody has reaped."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def traces() -> list[object]:
+    """What a sandbox could leave: processes, control groups, files, descriptors."""
+    files = [path for folder in ("/tmp", "/dev/shm", "/run") for path in Path(folder).iterdir()]
+    named = {path for path in files if re.search("bapo_megatron_sandbox|bwrap|bubble", path.name)}
+    return [children(), abandoned(), named, len(list(Path("/proc/self/fd").iterdir()))]
 
 
 def _main(uid: int) -> None:

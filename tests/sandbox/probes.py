@@ -99,6 +99,7 @@ _CALLS = {
     "ptrace": (101, 117, (0, 0, 0, 0)),
     "unshare user": (272, 97, (_NEWUSER,)),
     "mount": (165, 40, (0, 0, 0, 0, 0)),
+    "io_setup": (206, 0, (1, 0)),
     "memfd_create": (319, 279, (b"breach", 0)),
     "socket netlink": (41, 198, (16, 3, 0)),
     "socket inet": (41, 198, (2, 1, 0)),

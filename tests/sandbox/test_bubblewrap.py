@@ -16,9 +16,9 @@ import pytest
 
 from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.sandbox.base import Outcome, SandboxError, SandboxLostError
-from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, _lock, open_sandbox
-from bapo_megatron.sandbox.cgroup import Cgroup, left_behind
-from tests.sandbox.host import REPOSITORY, require_bubblewrap
+from bapo_megatron.sandbox.bubblewrap import BubblewrapSandbox, open_sandbox
+from bapo_megatron.sandbox.cgroup import Cgroup
+from tests.sandbox.host import REPOSITORY, abandoned, children, require_bubblewrap, traces
 
 require_bubblewrap()
 
@@ -31,17 +31,6 @@ def sandbox() -> Iterator[BubblewrapSandbox]:
         BubblewrapSandbox(SandboxConfig(timeout_s=10, max_output_bytes=100_000))
     ) as sandbox:
         yield sandbox
-
-
-def abandoned() -> set[int]:
-    """Slots with a control group that nobody uses; tests beside this one use others."""
-    return {n for n in left_behind() if (lock := _lock(n)) is not None and lock.close() is None}
-
-
-def children(pid: int | str = "self") -> list[int]:
-    """Children of a process, with those that nobody has reaped."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 IS_MAIN = (
@@ -133,16 +122,61 @@ def test_cells_share_variables_and_the_last_value_is_shown(sandbox: BubblewrapSa
 
 def test_a_session_ends_with_its_interpreter_and_at_a_limit(sandbox: BubblewrapSandbox) -> None:
     exited, endless = sandbox.session(), sandbox.session()
-    assert exited.run("print('bye', flush=True)\nimport os\nos._exit(0)") == Outcome("ok", "bye\n")
+    assert exited.run("print('bye', flush=True)\nimport os\nos._exit(0)") == Outcome(
+        "exit", "bye\n"
+    )
     assert endless.run("print('hi', flush=True)\nwhile 1: pass", 0.5) == Outcome("timeout", "hi\n")
     assert (exited.has_ended, endless.has_ended) == (True, True)
 
 
-def traces() -> list[object]:
-    """What a sandbox could leave: processes, control groups, files, descriptors."""
-    files = [path for folder in ("/tmp", "/dev/shm", "/run") for path in Path(folder).iterdir()]
-    named = {path for path in files if re.search("bapo_megatron_sandbox|bwrap|bubble", path.name)}
-    return [children(), abandoned(), named, len(list(Path("/proc/self/fd").iterdir()))]
+SPINS = """
+import threading
+number = 0
+def spin():
+    global number
+    while True: number += 1
+threading.Thread(target=spin, daemon=True).start()
+"""
+CHAIN = """
+import os
+if os.fork() == 0:
+    while True:
+        if os.fork(): os._exit(0)
+"""
+
+
+def test_a_paused_session_runs_nothing_until_its_next_cell(sandbox: BubblewrapSandbox) -> None:
+    others = set(children())
+    session = sandbox.session()
+    before = int(session.run(SPINS + "number").stdout)
+    session.pause()
+    [monitor] = set(children()) - others
+    [[program]] = map(children, children(monitor))
+    tasks = list(Path(f"/proc/{program}/task").iterdir())
+    assert [stat_of(task)[0] for task in tasks] == ["T", "T"]
+    assert int(session.run("number").stdout) >= before
+    assert not session.has_ended
+
+
+@pytest.mark.parametrize("code", [CHAIN, "import subprocess\nsubprocess.Popen(['sleep', '9'])"])
+def test_a_session_that_left_processes_behind_ends_when_it_pauses(
+    sandbox: BubblewrapSandbox, code: str
+) -> None:
+    before = traces()
+    session = sandbox.session()
+    session.run(code)
+    session.pause()
+    assert (session.has_ended, traces()) == (True, before)
+
+
+def test_a_timer_of_the_kernel_cannot_wake_a_paused_session(sandbox: BubblewrapSandbox) -> None:
+    create = (
+        "import ctypes, struct\n"
+        "event = struct.pack('qii48x', 0, 18, 0)\n"  # SIGCONT, SIGEV_SIGNAL
+        "timer = ctypes.c_int()\n"
+        "ctypes.CDLL(None).timer_create(1, event, ctypes.byref(timer))"
+    )
+    assert sandbox.session().run(create) == Outcome("ok", "-1\n")
 
 
 def test_programs_and_sessions_leave_nothing() -> None:
@@ -199,12 +233,17 @@ def test_a_program_that_kills_itself_is_wrong(sandbox: BubblewrapSandbox) -> Non
     assert sandbox.run("import os; os.kill(os.getpid(), 9)") == Outcome("error")
     with pytest.raises(SandboxLostError) as raised:
         sandbox.session().run("import os; os.kill(os.getpid(), 9)")
-    assert raised.value.outcome == Outcome("error")
+    assert raised.value.outcome == Outcome("exit")
+
+
+def stat_of(folder: Path) -> list[str]:
+    """The fields of a process or thread from its state on."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()
 
 
 def has_ended(pid: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return stat_of(Path(f"/proc/{pid}"))[0] == "Z"
     return True
 
 
