@@ -34,8 +34,7 @@ SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
 PYTHON_TOOL = "python_tool"
 TURN_FRACTION = 0.8
-"""Share of ``episodes.step_timeout_s`` that cells of ``python_tool`` may take; the rest is for
-starting and ending interpreters."""
+"""Of ``episodes.step_timeout_s``, for cells; the rest is for starting and ending interpreters."""
 """The environment in which the policy runs Python."""
 _PYTHON_SCHEMA = {
     "type": "function",
@@ -213,7 +212,8 @@ class EpisodesConfig(Section):
     max_turns: int = Field(8, ge=1)
     """Maximum number of policy turns in a response."""
     step_timeout_s: float = Field(30.0, gt=0)
-    """Time limit of one call; an environment that exceeds it has failed."""
+    """Time limit of one call; an environment that exceeds it has failed. ``python_tool`` gives the
+    cells of a turn four fifths of it."""
     workers: int = Field(4, ge=1, le=MAX_WORKERS)
     """Processes that run the environment, each one call at a time."""
     memory_limit_mb: int = Field(2048, ge=256, le=MAX_MEMORY_MB)

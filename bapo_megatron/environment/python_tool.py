@@ -4,8 +4,8 @@ The tool ``python`` takes ``code``. An episode ends with a turn without a call, 
 like any response. The state is the list of the cells that were run: they run again in a fresh
 interpreter wherever the episode continues, in this process or another, so that a step depends on
 state and turn alone. An interpreter that is still warm saves that, and nothing else; it is paused
-between turns. No cell can make a step fail or exceed its time: all calls of a turn, with the cells
-that run again for them, share a limit, and whatever ends an interpreter is an output.
+between cells. No cell can make a step fail: all calls of a turn and the cells that run again for
+them share a time limit, and whatever ends an interpreter is told to the policy.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MAX_TURN_CHARACTERS = 1_000_000
 """Outputs of a turn, beyond which no further call runs: the reply of a worker has 16 MB."""
 _SEED = "import random; random.seed({seed})\n"
 _ENDINGS = {
-    "timeout": "[the cell was ended after {cell_s:g} s; what it changed is lost]",
+    "timeout": "[the cell was ended: a cell has {cell_s:g} s, all calls of a turn {turn_s:g} s; "
+    "what it changed is lost]",
     "memory": "[the cell was ended for its memory; what it changed is lost]",
     "output": "[the cell was ended for its output; what it changed is lost]",
     "exit": "[the cell ended its interpreter; what it changed is lost]",
-    "turn": "[the cell was ended: all calls of a turn have {turn_s:g} s; what it changed is lost]",
     "skipped": "[not run: all calls of a turn have {turn_s:g} s and 1,000,000 characters]",
     "lost": "[not run: the cells before did not run again within {turn_s:g} s; the interpreter was "
     "restarted, and their variables are lost]",
@@ -59,8 +59,10 @@ class PythonTool:
         Raises:
             LoadError: The sandbox does not work here.
         """
-        self._turn_timeout_s = turn_timeout_s
         self._config = PythonToolConfig.model_validate(options)
+        self._turn_timeout_s = turn_timeout_s
+        limits = {"cell_s": self._config.sandbox.timeout_s, "turn_s": turn_timeout_s}
+        self._endings = {name: text.format(**limits) for name, text in _ENDINGS.items()}
         try:
             self._sandbox = open_sandbox(self._config.sandbox)
         except SandboxError as error:
@@ -80,7 +82,7 @@ class PythonTool:
         start_s, num_characters = time.monotonic(), 0
         for call in turn.calls:
             is_full = num_characters > _MAX_TURN_CHARACTERS
-            deadline_s = 0.0 if is_full else start_s + self._turn_timeout_s
+            deadline_s = start_s if is_full else start_s + self._turn_timeout_s
             cells, output, failure = self._answer(cells, call, deadline_s)
             num_characters += len(output)
             counts["calls"] += 1
@@ -103,25 +105,21 @@ class PythonTool:
             check_state({"cells": [*cells, code]})
         except ValueError as error:
             return cells, f"error: {error}", "call"
-        text, cell_s = "", self._config.sandbox.timeout_s
-        ending: str = "skipped"
+        text, ending = "", "skipped"
         if time.monotonic() < deadline_s:
             try:
                 outcome = run_twice(lambda: self._run(cells, code, deadline_s))
                 text, ending = self._cut(outcome.stdout), outcome.ending
             except _NotReplayedError:
                 cells, ending = cells[:1], "lost"
-        if ending == "timeout" and time.monotonic() >= deadline_s:
-            ending = "turn"
-        if ending in _ENDINGS:
-            told = _ENDINGS[ending].format(cell_s=cell_s, turn_s=self._turn_timeout_s)
-            return cells, text + told, ending
+        if ending in self._endings:
+            return cells, text + self._endings[ending], ending
         return (*cells, code), text, "" if ending == "ok" else "error"
 
     def _run(self, cells: tuple[str, ...], code: str, deadline_s: float) -> Outcome:
         session = self._warm.pop(cells, None) or self._replayed(cells, deadline_s)
-        remaining_s = deadline_s - time.monotonic()
-        outcome = session.run(code, min(self._config.sandbox.timeout_s, remaining_s))
+        limit_s = min(self._config.sandbox.timeout_s, deadline_s - time.monotonic())
+        outcome = session.run(code, limit_s)
         if not session.has_ended:
             self._keep_warm((*cells, code), session)
         return outcome

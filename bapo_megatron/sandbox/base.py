@@ -18,7 +18,7 @@ class Outcome:
     ending: Ending
     """``error``: an uncaught exception, another exit status than 0, or a signal. ``timeout``,
     ``memory``, ``output``: a limit ended it. Without a cgroup too much memory is an ``error``, the
-    program's MemoryError. ``exit``: a cell ended its interpreter."""
+    program's MemoryError. ``exit``: a cell ended its interpreter, with any status."""
     stdout: str = ""
     """Bytes that are not UTF-8 are replaced."""
     stderr: str = ""

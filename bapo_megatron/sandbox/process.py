@@ -120,10 +120,7 @@ class SandboxedProcess:
         return self._status.closed
 
     def pause(self) -> bool:
-        """Stop the program until ``resume``; return False if that fails or it has child processes.
-
-        Child processes could fork faster than they are found.
-        """
+        """Stop the program until ``resume``; False if it has child processes, which may fork on."""
         with contextlib.suppress(OSError, ValueError):
             [pid] = _children(self._init_pid)
             if self._program is None:

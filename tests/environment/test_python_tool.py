@@ -87,7 +87,9 @@ def test_what_cannot_be_called_or_fails_is_read_by_the_policy(tool: PythonTool) 
     assert wrong == "error: a tool call is not valid JSON"
     assert unknown == 'error: the arguments of python must be {"code": text}'
     assert error.endswith("ZeroDivisionError: division by zero\n")
-    assert endless == "[the cell was ended after 2 s; what it changed is lost]"
+    assert endless == (
+        "[the cell was ended: a cell has 2 s, all calls of a turn 24 s; what it changed is lost]"
+    )
     assert flood.endswith("[the cell was ended for its output; what it changed is lost]")
     assert long == "x" * 100 + "\n[801 characters left out]\n" + "x" * 99 + "\n"
     assert step.state["cells"][1:] == ["1 / 0", "print('x' * 1000)"]
@@ -132,7 +134,7 @@ def test_a_cell_ends_before_its_step() -> None:
         )
 
 
-LONG = "[the cell was ended after 1 s; what it changed is lost]"
+LONG = "[the cell was ended: a cell has 1 s, all calls of a turn 3 s; what it changed is lost]"
 SKIPPED = "[not run: all calls of a turn have 3 s and 1,000,000 characters]"
 EXIT = "[the cell ended its interpreter; what it changed is lost]"
 LOST = (
