@@ -20,7 +20,7 @@ class Cells:
     """Asks for as many turns as ``TURNS``, with what the cell prints."""
 
     def __init__(self) -> None:
-        self._tool = PythonTool({"sandbox": {"timeout_s": 20.0}}, turn_timeout_s=100.0)
+        self._tool = PythonTool({"sandbox": {"timeout_s": 20.0}}, turn_timeout_s=40.0)
 
     def start(self, task: Task) -> Any:
         return self._tool.start(task)

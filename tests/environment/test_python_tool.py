@@ -134,6 +134,7 @@ def test_a_cell_ends_before_its_step() -> None:
         )
 
 
+NOTHING = "nothing"
 LONG = "[the cell was ended: a cell has 1 s, all calls of a turn 3 s; what it changed is lost]"
 SKIPPED = "[not run: all calls of a turn have 3 s and 1,000,000 characters]"
 EXIT = "[the cell ended its interpreter; what it changed is lost]"
@@ -164,15 +165,15 @@ ATTACKS: dict[str, tuple[list[str], list[str], str]] = {
     "exit": ([], [EXITS], EXIT),
     "exit with the status of a kill": ([], ["import os; os._exit(137)"], EXIT),
     "kill itself": ([], [KILLED], EXIT),
-    "kill everything": ([], [ALL], ""),
+    "kill everything": ([], [ALL], EXIT),
     "stop itself": ([], ["import os; os.kill(os.getpid(), 19)"], LONG),
     "a wild pointer": ([], ["import ctypes; ctypes.string_at(0)"], EXIT),
     "no descriptors": ([], ["import os; os.closerange(0, 256)"], EXIT),
     "a thread that exits later": ([], [LATER, ENDLESS], EXIT),
     "a forged mark": ([], [FORGED + ENDLESS, "1"], LONG),
-    "a forged mark of an orphan": ([], [FORGED + f"if os.fork(): os._exit(0)\n{ENDLESS}"], ""),
+    "a forged mark of an orphan": ([], [FORGED + f"if os.fork(): os._exit(0)\n{ENDLESS}"], NOTHING),
     "a bomb of forks": ([], [BOMB], LONG),
-    "a chain of forks": ([], [CHAIN], ""),
+    "a chain of forks": ([], [CHAIN], NOTHING),
     "much memory": ([], ["x = bytearray(1 << 34)"], "Traceback"),
     "a long cell": ([], ["#" * 1_100_000], "error: the state must have at most 1,000,000 bytes"),
     "a lone surrogate": ([], ["'\ud800'"], "UnicodeEncodeError"),
@@ -190,8 +191,9 @@ def test_an_attack_is_an_output_and_leaves_nothing(name: str) -> None:
     honest = tool.step(tool.start(TASK), turn_of("x = 6")).state
     state = {"cells": tool.start(TASK)["cells"] + before}
     step = tool.step(state, turn_of(*codes))
-    assert outputs(step)[-1].startswith(expected)
-    tool.step(step.state, turn_of("1"))
+    assert (outputs(step)[-1] or NOTHING).startswith(expected)
+    [later] = outputs(tool.step(step.state, turn_of("1")))
+    assert later in ("1\n", EXIT, LONG, LOST)
     assert outputs(tool.step(honest, turn_of("x * 7"))) == ["42\n"]
     tool._sandbox.close()
     assert traces() == traces_before
