@@ -248,7 +248,7 @@ class Group:
     samples: tuple[Sample, ...]
 
 
-AGENT_COUNTS = "agent_calls", "agent_forks", "agent_divergences"
+AGENT_COUNTS = "agent_calls", "agent_forks", "agent_divergences", "agent_untrained_calls"
 """Names of what agents add to ``RolloutStats.environment_counts``."""
 
 

@@ -73,6 +73,8 @@ class Conversation:
     """As ``checked_message`` returns them; at least one."""
     tools: Sequence[dict[str, Any]] = ()
     """JSON schemas ``{type: function, function: {name, …}}``."""
+    is_trained: bool = True
+    """Whether the turn that answers it trains."""
 
     def keys(self) -> list[str]:
         """Return the chain's hash after each message."""
@@ -137,6 +139,10 @@ class Call:
     """Limit of the turn, in tokens."""
     is_fork: bool = False
     """A root after the first one, although its messages hold a turn: perhaps a rewritten one."""
+    is_trained: bool = True
+    """Whether its turn trains; else, calls that continue it have the turn as prompt."""
+    reward: float = 0.0
+    """What an agent gave it."""
     num_tokens: int = 0
     """Q."""
     _parts: list[Completion] = field(default_factory=list)
@@ -162,6 +168,14 @@ class Call:
         while (parent := path[-1].parent) is not None:
             path.append(parent)
         return path[::-1]
+
+    @property
+    def trained_parent(self) -> Call | None:
+        """The latest call before it that trains."""
+        parent = self.parent
+        while parent is not None and not parent.is_trained:
+            parent = parent.parent
+        return parent
 
     def prompt(self) -> np.ndarray:
         """Return the tokens before the turn, [P] int32."""
@@ -219,8 +233,9 @@ class Record:
 
     @property
     def versions(self) -> VersionSpans:
-        """The spans of all calls, which need not ascend from one to the next."""
-        return tuple(span for call in self.all_calls() for span in call.turn.versions)
+        """The spans of all calls that train, which need not ascend from one to the next."""
+        calls = (call for call in self.all_calls() if call.is_trained)
+        return tuple(span for call in calls for span in call.turn.versions)
 
     def write(self, token_ids: Sequence[int]) -> None:
         """Add a call after these tokens, which continues the latest one."""
@@ -234,13 +249,16 @@ class Record:
             ValueError: The chat template refuses the messages.
         """
         keys = conversation.keys()
-        name = f"{keys[-1]}.{self._asked[keys[-1]]}"
+        # A call that trains must not get the turn of one that does not.
+        key = keys[-1] if conversation.is_trained else f"u{keys[-1]}"
+        name = f"{key}.{self._asked[key]}"
         if (call := self.earlier.get(name)) is None:
             call = self._new_call(name, conversation, keys, renderer)
+            call.is_trained = conversation.is_trained
             self.calls.append(call)
         else:
             self._repeat(call)
-        self._asked[keys[-1]] += 1
+        self._asked[key] += 1
         return call
 
     def withdraw(self, call: Call) -> None:
@@ -294,13 +312,17 @@ class Record:
     def sequences(self) -> list[list[Call]]:
         """Return the calls that train with each leaf, in call order: the last turn comes last.
 
-        Every call trains once: later sequences have what they share as prompt.
+        A leaf is a call that trains and that no such call continues. Every call trains once: later
+        sequences have what they share as prompt. Others are between calls that train.
         """
-        parents = {id(call.parent) for call in self.calls}
+        calls = [call for call in self.calls if call.is_trained]
+        parents = {id(call.trained_parent) for call in calls}
         trained: set[int] = set()
         sequences = []
-        for leaf in (call for call in self.calls if id(call) not in parents):
-            sequences.append([call for call in leaf.path() if id(call) not in trained])
+        for leaf in (call for call in calls if id(call) not in parents):
+            path = leaf.path()
+            new = (n for n, call in enumerate(path) if call.is_trained and id(call) not in trained)
+            sequences.append(path[next(new) :])
             trained.update(map(id, sequences[-1]))
         return sequences
 
@@ -340,14 +362,18 @@ def _sequence(
 ) -> Sample:
     first, *later = calls
     tokens, written, length = [first.turn.token_ids], [], first.num_tokens
+    start = length  # of what is written before the next turn that trains
     for call in later:
-        written.append(WrittenSpan(length, len(call.written)))
         tokens += [call.written, call.turn.token_ids]
-        length += len(call.written) + call.num_tokens
+        length += len(call.written)
+        if call.is_trained:
+            written.append(WrittenSpan(start, length - start))
+        length += call.num_tokens
+        start = length if call.is_trained else start
     token_ids = first.prompt()
     if not np.array_equal(token_ids, prompt.token_ids):
         prompt = replace(prompt, token_ids=token_ids)
-    turn = join([call.turn for call in calls], reason)
+    turn = join([call.turn for call in calls if call.is_trained], reason)
     routes = [call.turn.routes for call in calls[-1].path() if call.turn.routes is not None]
     return Sample(
         group_id=group_id,

@@ -89,7 +89,8 @@ class Interaction:
         episode.finish(reason)
         episode.state, record = state, episode.record
         num_forks = sum(call.is_fork for call in record.calls)
-        counts = len(record.calls), num_forks, record.num_divergences
+        num_untrained = sum(not call.is_trained for call in record.calls)
+        counts = len(record.calls), num_forks, record.num_divergences, num_untrained
         for name, count in zip(AGENT_COUNTS, counts, strict=True):
             self.counts[name] += float(count)  # type: ignore[assignment]  # as after a resume
 

@@ -116,9 +116,12 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     written = [sample.episode_tokens - sample.episode_sampled for sample in samples]
     at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
     counts = batch.stats.environment_counts
-    calls, forks, divergences = (counts.get(name, 0.0) for name in AGENT_COUNTS)
-    share = forks / max(calls, 1)
-    agents = {"rollout/agent_forks_share": share, "rollout/agent_divergences": divergences}
+    calls, forks, divergences, untrained = (counts.get(name, 0.0) for name in AGENT_COUNTS)
+    agents = {
+        "rollout/agent_forks_share": forks / max(calls, 1),
+        "rollout/agent_divergences": divergences,
+        "rollout/agent_untrained_share": untrained / max(calls, 1),
+    }
     return {
         "rollout/turns_mean": sum(turns) / len(samples),
         "rollout/turns_max": float(max(turns)),
