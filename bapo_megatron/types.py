@@ -144,6 +144,8 @@ class Sample:
     """[≤ P + R, layers · experts per token] int8 or int16: the experts that the engine chose for
     the first tokens of prompt and response, layer by layer; −1 where they are not known. None
     unless asked for; dumps have them in a file of their own (``data.routes``)."""
+    call_rewards: tuple[float, ...] = ()
+    """What an agent gave each turn of the policy; empty where it gave none."""
     number: int = 0
     """Position of the sequence in its episode; 0 unless it is a branch."""
     branches: tuple[Sample, ...] = ()

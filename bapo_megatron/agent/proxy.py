@@ -47,8 +47,6 @@ _EXIT_S = 1.0
 """Time for answers on their way when the server closes."""
 _RETRIES = "x-stainless-retry-count"
 _TRAIN = "X-Bapo-Train"
-_TRAIN_KEY = "bapo_train"
-"""The same as a key of ``metadata``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,22 +313,12 @@ class Proxy:
                 "tools: must be left out with rollout.tool_format=none; set it to the model's "
                 "format"
             )
-        is_trained = _is_trained(request, asked.sampling.get("metadata"))
-        conversation = replace(asked.conversation(), is_trained=is_trained)
-        body = f"{request.path} {is_trained} ".encode() + content
-        digest = hashlib.blake2b(body).hexdigest()
+        if (train := request.headers.get(_TRAIN, "true")) not in ("true", "false"):
+            raise RefusalError(f"{_TRAIN}: must be true or false, got {shown_value(train)}")
+        conversation = replace(asked.conversation(), is_trained=train == "true")
+        digest = hashlib.blake2b(f"{request.path} {train}".encode() + content).hexdigest()
         is_retry = request.headers.get(_RETRIES, "0") != "0"
         return asked, session.turn(conversation, asked.limit, digest, is_retry=is_retry)
-
-
-def _is_trained(request: web.Request, metadata: Any) -> bool:
-    """Whether a call trains: unless its header or its metadata say false."""
-    in_body = metadata.get(_TRAIN_KEY) if isinstance(metadata, dict) else None
-    marks = {_TRAIN: request.headers.get(_TRAIN), f"metadata.{_TRAIN_KEY}": in_body}
-    for name, mark in marks.items():
-        if mark not in (None, "true", "false"):
-            raise RefusalError(f"{name}: must be 'true' or 'false', got {shown_value(mark)}")
-    return "false" not in marks.values()
 
 
 async def _stream(

@@ -63,12 +63,14 @@ SAMPLE_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     "written_tokens": (pa.list_(pa.int32()), lambda sample: [n for _, n in sample.written]),
 }
 """One value per sequence, or a list: [P], [R], [Q], [K], [K], [W], [W]."""
-NUMBER = "sequence"
+NUMBER, CALL_REWARDS = "sequence", "call_rewards"
 OPTIONAL_COLUMNS: dict[str, tuple[Any, Callable[[Sample], Any]]] = {
     NUMBER: (pa.int32(), lambda sample: sample.number),
+    CALL_REWARDS: (pa.list_(pa.float64()), lambda sample: sample.call_rewards),
     **token_columns.row_columns(),
 }
-"""``NUMBER`` is absent where every sample has one sequence, after the prompt of its group."""
+"""``NUMBER`` is absent where every sample has one sequence, after the prompt of its group, and
+``CALL_REWARDS`` [turns] where agents gave none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ def decode_batch(encoded: EncodedBatch, vocab_size: int | None = None) -> Rollou
 def optional_names(sequences: Sequence[Sample]) -> list[str]:
     """Return which of ``OPTIONAL_COLUMNS`` a file with these sequences has."""
     names = [column.name for column in token_columns.present(sequences)]
+    names += [CALL_REWARDS] if any(sequence.call_rewards for sequence in sequences) else []
     has_agents = any(sequence.number for sequence in sequences) or any(
         first.group_id == second.group_id
         and first.prompt is not second.prompt
@@ -263,6 +266,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         reward_components=reward_components,
         answer_found=row["answer_found"],
         columns=columns,
+        call_rewards=tuple(row.get(CALL_REWARDS, ())),
         number=row.get(NUMBER, 0),
     )
 
@@ -341,6 +345,8 @@ def _problem_of_parts(sample: Sample) -> str:
             f"{lengths[0]} sampled tokens, {lengths[1]} behaviour log-probs and {lengths[2]} "
             "tokens with a version must be equally many"
         )
+    if len(sample.call_rewards) not in (0, sample.num_turns):
+        return f"{len(sample.call_rewards)} {CALL_REWARDS} for {sample.num_turns} turns"
     if any(span.num_tokens < 1 for span in sample.versions):
         return "a weights version without tokens"
     return "" if len(sample.prompt.token_ids) else "the prompt has no tokens"
@@ -355,9 +361,10 @@ def _problem_of_values(sample: Sample, version: int) -> str:
             f"{versions[1:-1]}"
         )
     rewards = {"reward": sample.reward, **sample.reward_components}
+    rewards |= {f"{CALL_REWARDS}[{n}]": reward for n, reward in enumerate(sample.call_rewards)}
     for name, reward in rewards.items():
         if not math.isfinite(reward):
-            column = "reward" if name == "reward" else f"reward_components.{name}"
+            column = f"reward_components.{name}" if name in sample.reward_components else name
             return f"{column} must be finite, got {reward}"
     return ""
 

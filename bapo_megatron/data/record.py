@@ -21,13 +21,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from pydantic import FiniteFloat
 
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.staleness import join_spans
 from bapo_megatron.data.tools import Message, checked_message
+from bapo_megatron.runtime.calls import decode
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpans, WrittenSpan
 
+_UNTRAINED = "u"
 _REASONING = re.compile(r"^\s*(<think>)?.*?</think>", re.DOTALL)
 """What clients leave out when they send a turn back; some templates open it in the prompt."""
 
@@ -123,13 +126,24 @@ def checked_messages(messages: Sequence[Any]) -> list[Message]:
     return checked
 
 
+def call_rewards(value: Any) -> dict[str, float]:
+    """Return the rewards in an agent's value by the names of calls, instead of responses' ids.
+
+    Raises:
+        ValueError: They are not finite numbers by id.
+    """
+    rewards = value.get("call_rewards", {}) if isinstance(value, dict) else {}
+    by_id = decode(dict[str, FiniteFloat], rewards)
+    return {re.split("[-_]", key)[-1]: reward for key, reward in by_id.items()}
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One turn of the policy, finished or not."""
 
     name: str
-    """An agent's: its conversation's last key, and the number of equal ones before it; else
-    empty."""
+    """An agent's: its conversation's last key, after ``_UNTRAINED`` if it does not train, and the
+    number of equal ones before it; else empty."""
     parent: Call | None
     written: np.ndarray
     """[W] int32: tokens between the parent's turn, or the start, and this turn."""
@@ -139,10 +153,6 @@ class Call:
     """Limit of the turn, in tokens."""
     is_fork: bool = False
     """A root after the first one, although its messages hold a turn: perhaps a rewritten one."""
-    is_trained: bool = True
-    """Whether its turn trains; else, calls that continue it have the turn as prompt."""
-    reward: float = 0.0
-    """What an agent gave it."""
     num_tokens: int = 0
     """Q."""
     _parts: list[Completion] = field(default_factory=list)
@@ -152,6 +162,11 @@ class Call:
     def is_finished(self) -> bool:
         """Whether the turn has ended."""
         return self.finish_reason is not FinishReason.ABORT
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its turn trains; else, calls that continue it have the turn as prompt."""
+        return not self.name.startswith(_UNTRAINED)
 
     @property
     def turn(self) -> Completion:
@@ -168,14 +183,6 @@ class Call:
         while (parent := path[-1].parent) is not None:
             path.append(parent)
         return path[::-1]
-
-    @property
-    def trained_parent(self) -> Call | None:
-        """The latest call before it that trains."""
-        parent = self.parent
-        while parent is not None and not parent.is_trained:
-            parent = parent.parent
-        return parent
 
     def prompt(self) -> np.ndarray:
         """Return the tokens before the turn, [P] int32."""
@@ -249,12 +256,10 @@ class Record:
             ValueError: The chat template refuses the messages.
         """
         keys = conversation.keys()
-        # A call that trains must not get the turn of one that does not.
-        key = keys[-1] if conversation.is_trained else f"u{keys[-1]}"
+        key = keys[-1] if conversation.is_trained else _UNTRAINED + keys[-1]
         name = f"{key}.{self._asked[key]}"
         if (call := self.earlier.get(name)) is None:
             call = self._new_call(name, conversation, keys, renderer)
-            call.is_trained = conversation.is_trained
             self.calls.append(call)
         else:
             self._repeat(call)
@@ -316,7 +321,10 @@ class Record:
         sequences have what they share as prompt. Others are between calls that train.
         """
         calls = [call for call in self.calls if call.is_trained]
-        parents = {id(call.trained_parent) for call in calls}
+        latest: dict[int, Call | None] = {}  # that trains, up to each call
+        for call in self.calls:
+            latest[id(call)] = call if call.is_trained else latest.get(id(call.parent))
+        parents = {id(latest.get(id(call.parent))) for call in calls}
         trained: set[int] = set()
         sequences = []
         for leaf in (call for call in calls if id(call) not in parents):
@@ -327,13 +335,25 @@ class Record:
         return sequences
 
     def sample(
-        self, group_id: int, index: int, prompt: PromptTokens, reason: FinishReason
+        self,
+        group_id: int,
+        index: int,
+        prompt: PromptTokens,
+        reason: FinishReason,
+        value: Any = None,
     ) -> Sample:
-        """Return the episode's sequences; without a call, an empty response to ``prompt``."""
+        """Return the episode's sequences; without a call, an empty response to ``prompt``.
+
+        ``value`` is the agent's, which may hold ``call_rewards``.
+        """
         sequences = [
             _sequence(group_id, index, prompt, reason, number, calls)
             for number, calls in enumerate(self.sequences() or [[Call("", None, prompt.token_ids)]])
         ]
+        if rewards := call_rewards(value) if self.calls and self.calls[0].name else {}:
+            for sequence, calls in zip(sequences, self.sequences(), strict=True):
+                trained = (call for call in calls if call.is_trained)
+                sequence.call_rewards = tuple(rewards.get(call.name, 0.0) for call in trained)
         sequences[0].branches = tuple(sequences[1:])
         return sequences[0]
 

@@ -1,7 +1,6 @@
 """Agents' episodes: each is a session of the proxy and one run of the agent (``rollout.agent``)."""
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +10,10 @@ from bapo_megatron.agent.proxy import Proxy, Session, SessionLimits
 from bapo_megatron.agent.runner import AgentLostError, AgentRunner, OnWait
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.record import Call, Record
+from bapo_megatron.data.record import Call, Record, call_rewards
 from bapo_megatron.engine.base import SamplingSettings
 from bapo_megatron.environment.base import EnvironmentFailedError
-from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.types import FinishReason, Prompt
-
-_MAX_REWARD = 1_000_000
-"""Of a call."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,15 @@ class Agents:
                 if session.failure.done():
                     session.failure.result()
                 value = playing.result() if playing.done() else timing.result()
-                calls = [call for call in session.record.calls if call.is_trained]
-                if not any(call.is_finished and call.num_tokens for call in calls):
+                calls = [call for call in session.record.calls if call.is_finished]
+                calls = [call for call in calls if call.is_trained and call.num_tokens]
+                if not calls:
                     raise EnvironmentFailedError(
                         f"rollout.agent: made no call that trains (prompt '{prompt.prompt_id}'); "
                         "let it call the policy, unmarked, by OPENAI_BASE_URL and OPENAI_API_KEY",
                         "error",
                     )
-                _give_rewards(calls, value, prompt)
+                _check_rewards(value, calls, prompt)
             except EnvironmentFailedError as error:
                 if session.ended_by is None and session.last_refusal:
                     told = f"{error} (its last refused call got {session.last_refusal})"
@@ -111,22 +107,16 @@ class Agents:
         )
 
 
-def _give_rewards(calls: Sequence[Call], value: Any, prompt: Prompt) -> None:
-    """Set the calls' rewards that an agent's value holds, by the ids of their responses."""
-    rewards = value.get("call_rewards", {}) if isinstance(value, dict) else {}
-    by_name = {call.name: call for call in calls}
-    for key, reward in rewards.items() if isinstance(rewards, dict) else [(None, rewards)]:
-        call = by_name.get(re.split("[-_]", str(key))[-1])
-        is_number = isinstance(reward, int | float) and not isinstance(reward, bool)
-        if call is None or not is_number or abs(reward) > _MAX_REWARD:
-            raise EnvironmentFailedError(
-                "rollout.agent: call_rewards must map ids of responses that train to numbers of at "
-                f"most {_MAX_REWARD:,}, got "
-                f"{shown_value(rewards if key is None else {key: reward})} (prompt "
-                f"'{prompt.prompt_id}'); correct it",
-                "error",
-            )
-        call.reward = float(reward)
+def _check_rewards(value: Any, calls: Sequence[Call], prompt: Prompt) -> None:
+    try:
+        if unknown := call_rewards(value).keys() - {call.name for call in calls}:
+            raise ValueError(f"no response with an id that ends in '{min(unknown)}' trains")
+    except ValueError as error:
+        place = f"(prompt '{prompt.prompt_id}')"
+        raise EnvironmentFailedError(
+            f"rollout.agent: call_rewards: {error} {place}; map ids of responses to numbers",
+            "error",
+        ) from error
 
 
 def _task(prompt: Prompt, seed: int) -> dict[str, Any]:

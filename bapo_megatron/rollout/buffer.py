@@ -104,7 +104,8 @@ class Episode:
     def finish(self, reason: FinishReason) -> None:
         """End the episode: its calls become the sequences of its sample."""
         self.record.close()
-        self.sample = self.record.sample(self.group_id, self.index, self.prompt.tokens(), reason)
+        tokens = self.prompt.tokens()
+        self.sample = self.record.sample(self.group_id, self.index, tokens, reason, self.state)
 
     def finished(self) -> Sample:
         """Return the sample of an episode that has ended."""

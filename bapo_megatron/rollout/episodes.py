@@ -86,8 +86,8 @@ class Interaction:
 
     def finish_agent(self, episode: Episode, reason: FinishReason, state: Any) -> None:
         """End an agent's episode, and count what it did."""
-        episode.finish(reason)
         episode.state, record = state, episode.record
+        episode.finish(reason)
         num_forks = sum(call.is_fork for call in record.calls)
         num_untrained = sum(not call.is_trained for call in record.calls)
         counts = len(record.calls), num_forks, record.num_divergences, num_untrained

@@ -189,19 +189,10 @@ _ROUTES: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
     "routed_tokens": (pa.int32(), lambda row: len(row.routes)),
 }
 """``Completion.routes``, and its number of rows; 0 if there are none."""
-_MARKS: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
-    "is_trained": (pa.bool_(), attrgetter("call.is_trained")),
-    "call_reward": (pa.float64(), attrgetter("call.reward")),
+_OPTIONAL = _ROUTES | {
+    name: (kind, lambda row, value=value: value(row.sequence))
+    for name, (kind, value) in token_columns.row_columns().items()
 }
-"""What agents may say of their calls."""
-_OPTIONAL = (
-    _ROUTES
-    | _MARKS
-    | {
-        name: (kind, lambda row, value=value: value(row.sequence))
-        for name, (kind, value) in token_columns.row_columns().items()
-    }
-)
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
 _EMPTY = Record().sample(0, 0, PromptTokens("", np.empty(0, np.int32)), FinishReason.ABORT)
 
@@ -223,7 +214,6 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
     rows = list(_rows(buffer))
     names = [column.name for column in token_columns.present(row.sequence for row in rows)]
     names += _ROUTES if any(len(row.routes) for row in rows) else []
-    names += _MARKS if any(row.call.reward or not row.call.is_trained for row in rows) else []
     with naming(path), path.open("wb") as stream:
         _FILE.write(stream, batched(rows, _CHUNK_CALLS), about, names)
         stream.flush()
@@ -341,8 +331,6 @@ def _call(row: dict[str, Any], earlier: Sequence[Call], _: int) -> Call:
         end,
         row["max_tokens"],
         row["is_fork"],
-        row.get("is_trained", True),
-        row.get("call_reward", 0.0),
         len(ids),
         [Completion(ids, logprobs, spans, end, routes)],
     )
