@@ -167,6 +167,11 @@ class Sample:
         return sum(len(sequence.response_token_ids) for sequence in self.sequences)
 
     @property
+    def episode_turns(self) -> int:
+        """Turns of the policy of the whole episode."""
+        return sum(sequence.num_turns for sequence in self.sequences)
+
+    @property
     def episode_versions(self) -> VersionSpans:
         """The spans of all sequences, which need not ascend from one to the next."""
         return tuple(span for sequence in self.sequences for span in sequence.versions)

@@ -24,6 +24,7 @@ from typing import Any
 from bapo_megatron.agent.proxy import Proxy
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.sandbox import MAX_PROCESSES, SandboxConfig
+from bapo_megatron.data.record import call_rewards
 from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.environment.handler import check_state
 from bapo_megatron.errors import RolloutError
@@ -207,6 +208,7 @@ class AgentRunner:
             raise self._failed(f"failed: {reply['error']} ({place})")
         try:
             check_state(reply["result"])
+            call_rewards(reply["result"])
         except ValueError as error:
             raise self._failed(f"returned what cannot be kept: {error} ({place})") from error
         return reply["result"]

@@ -4,7 +4,7 @@ A name that ends in ``_s`` holds seconds. ``load.load_config`` reads YAML into `
 turns validation errors into one line; ``check.check_config`` holds rules that cross sections.
 
 Objectives with their options, and advantages, are declared in a layer above this one. When this
-module is imported, it asks ``algorithm.objectives`` and ``algorithm.advantage``, by name, for them,
+module is imported, it asks ``algorithm.objectives`` and ``algorithm.advantages`` for them, by name,
 and ``AlgorithmConfig`` gets the options as fields. No file there imports torch, so nor does reading
 a configuration.
 """
@@ -77,12 +77,12 @@ OBJECTIVES: tuple[str, ...] = tuple(_objectives.NAMED)
 DUAL_CLIPPED = tuple(name for name, entry in _objectives.NAMED.items() if entry.dual_clip)
 """Objectives that take ``algorithm.dual_clip``."""
 
-_advantage = importlib.import_module("bapo_megatron.algorithm.advantage")
+_advantages = importlib.import_module("bapo_megatron.algorithm.advantages")
 
-ADVANTAGES: tuple[str, ...] = tuple(_advantage.NAMED)
+ADVANTAGES: tuple[str, ...] = tuple(_advantages.NAMED)
 """Names that ``algorithm.advantage`` takes."""
 
-SHIFTED: tuple[str, ...] = _advantage.SHIFTED
+SHIFTED: tuple[str, ...] = _advantages.SHIFTED
 """Advantages that take ``algorithm.baseline_shift``."""
 
 

@@ -1,7 +1,7 @@
 """Agents' episodes: each is a session of the proxy and one run of the agent (``rollout.agent``)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,12 @@ class Agents:
                         "let it call the policy, unmarked, by OPENAI_BASE_URL and OPENAI_API_KEY",
                         "error",
                     )
-                _check_rewards(value, calls, prompt)
+                if unknown := call_rewards(value).keys() - {call.name for call in calls}:
+                    raise EnvironmentFailedError(
+                        "rollout.agent: call_rewards must have the ids of responses that train, "
+                        f"none of which ends in '{min(unknown)}' (prompt '{prompt.prompt_id}')",
+                        "error",
+                    )
             except EnvironmentFailedError as error:
                 if session.ended_by is None and session.last_refusal:
                     told = f"{error} (its last refused call got {session.last_refusal})"
@@ -105,18 +110,6 @@ class Agents:
             "raise the limit, or set rollout.episodes.on_error=zero",
             "timeout",
         )
-
-
-def _check_rewards(value: Any, calls: Sequence[Call], prompt: Prompt) -> None:
-    try:
-        if unknown := call_rewards(value).keys() - {call.name for call in calls}:
-            raise ValueError(f"no response with an id that ends in '{min(unknown)}' trains")
-    except ValueError as error:
-        place = f"(prompt '{prompt.prompt_id}')"
-        raise EnvironmentFailedError(
-            f"rollout.agent: call_rewards: {error} {place}; map ids of responses to numbers",
-            "error",
-        ) from error
 
 
 def _task(prompt: Prompt, seed: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Grader:
             prompt=prompt.text,
             finish_reason=sample.finish_reason.value,
             num_tokens=sample.episode_tokens,
-            num_turns=sum(sequence.num_turns for sequence in sample.sequences),
+            num_turns=sample.episode_turns,
             environment_tokens=sample.episode_tokens - sample.episode_sampled,
         )
         turns = texts if len(texts) > 1 else ()

@@ -112,7 +112,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     errors, samples = batch.stats.environment_errors, batch.samples
     if errors is None:
         return {}
-    turns = [sum(sequence.num_turns for sequence in sample.sequences) for sample in samples]
+    turns = [sample.episode_turns for sample in samples]
     written = [sample.episode_tokens - sample.episode_sampled for sample in samples]
     at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
     counts = batch.stats.environment_counts

@@ -3,8 +3,8 @@
 Every rank holds the whole batch, so advantages, global denominators and the split into updates,
 ranks and micro-batches are computed alike everywhere, without any communication.
 
-Shape legend: B = samples of the batch, L = their sequences, R = samples of an update, Q = sampled
-tokens of a sequence.
+Shape legend: B = samples of the batch, L = their sequences, C = turns of the policy in these,
+R = samples of an update, Q = sampled tokens of a sequence.
 """
 
 from collections.abc import Sequence, Set
@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.algorithm.loss import token_weights
@@ -158,7 +159,10 @@ def split_step(
             f"step {batch.step}: groups have {sorted(sizes)} samples; all groups of a batch need "
             "the same number, so collect the batch again with one samples_per_group"
         )
-    advantage_B = advantages.compute(batch.groups).flatten().numpy()
+    values = advantages.compute(batch.groups)
+    advantage_C, advantage_B = _by_call(values, samples)
+    turns_L = np.array([sequence.num_turns for sequence in sequences])
+    has_advantage_L = np.logical_or.reduceat(advantage_C != 0, np.cumsum(turns_L) - turns_L)
     episode_masks = [
         trainable_mask(sample.episode_versions, batch.version, staleness)
         & (sample.finish_reason not in masked_reasons)
@@ -170,12 +174,12 @@ def split_step(
     sample_L = np.repeat(np.arange(len(samples)), [len(sample.sequences) for sample in samples])
     computed_L = np.array([mask_Q.any() for mask_Q in masks_L])
     if zero_advantage == "left_out":
-        computed_L &= advantage_B[sample_L] != 0
+        computed_L &= has_advantage_L
     updates = []
     for indices in split_updates(batch, config.updates_per_batch):
         computed = np.flatnonzero(computed_L & np.isin(sample_L, indices)).tolist()
         responses = np.unique(sample_L[computed]).tolist()
-        if zero_advantage == "computed" and not advantage_B[responses].any():
+        if zero_advantage == "computed" and not has_advantage_L[computed].any():
             computed, responses = [], []
         counts = _counts(samples, indices, advantage_B, trained_B)
         counts["computed_tokens"] = float(trained_B[responses].sum())
@@ -196,11 +200,11 @@ def split_step(
         updates.append(
             SplitUpdate(counts, tuple(indices), micro_batches, tuple(computed), tuple(responses))
         )
-    return tuple(updates)
+    return with_advantages(updates, samples, values) if values.dim() == 1 else tuple(updates)
 
 
 def with_advantages(
-    splits: Sequence[SplitUpdate], samples: Sequence[Sample], advantage_B: np.ndarray
+    splits: Sequence[SplitUpdate], samples: Sequence[Sample], advantages: Tensor
 ) -> tuple[SplitUpdate, ...]:
     """Replace the advantages of updates, and their counts by sign.
 
@@ -209,18 +213,38 @@ def with_advantages(
     Args:
         splits: The step's updates.
         samples: The batch's, B of them.
-        advantage_B: [B] float32.
+        advantages: As ``Advantages.compute`` returns them.
     """
-    value_B = torch.from_numpy(advantage_B)
+    advantage_C, advantage_B = _by_call(advantages, samples)
+    length_B = np.array([sample.episode_tokens for sample in samples])
+    start_B, start_C = torch.from_numpy(np.cumsum(length_B) - length_B), list[int]()
+    start = 0  # of the sequence, where those of all samples follow one another
+    for sequence in (sequence for sample in samples for sequence in sample.sequences):
+        start_C += [start, *(start + first + length for first, length in sequence.written)]
+        start += len(sequence.response_token_ids)
+
+    def of_tokens(mb: MicroBatch) -> Tensor:
+        device = mb.sample_T.device
+        place_T = start_B.to(device)[mb.sample_T] + mb.position_T
+        call_T = torch.searchsorted(torch.tensor(start_C, device=device), place_T, right=True) - 1
+        return torch.from_numpy(advantage_C).to(device)[call_T]
+
     replaced = []
     for split in splits:
-        micro_batches = tuple(
-            replace(mb, advantage_T=value_B.to(mb.sample_T.device)[mb.sample_T])
-            for mb in split.micro_batches
-        )
+        micro_batches = tuple(replace(mb, advantage_T=of_tokens(mb)) for mb in split.micro_batches)
         counts = split.counts | _signs(samples, split.indices, advantage_B)
         replaced.append(replace(split, micro_batches=micro_batches, counts=counts))
     return tuple(replaced)
+
+
+def _by_call(advantages: Tensor, samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Return [C] and [B] float32 of ``Advantages.compute``'s result; the second may be means."""
+    num_B = np.array([sample.episode_turns for sample in samples])
+    values = advantages.flatten().numpy()
+    if advantages.dim() == 2:
+        return np.repeat(values, num_B), values
+    sum_B = np.add.reduceat(values.astype(np.float64), np.cumsum(num_B) - num_B)
+    return values, (sum_B / num_B).astype(np.float32)
 
 
 def _signs(

@@ -211,8 +211,8 @@ class BatchTrainer:
             # ``grpo`` is the divergence's, too; in a group of equal rewards it alone decides.
             reward_B = torch.tensor(rewards, dtype=torch.float64) - kl.coefficient * sum_B.cpu()
             reward_PG = reward_B.reshape(len(batch.groups), -1)
-            advantage_PG = self._advantages.compute(batch.groups, reward_PG)
-            splits = with_advantages(splits, batch.samples, advantage_PG.flatten().numpy())
+            advantages = self._advantages.compute(batch.groups, reward_PG)
+            splits = with_advantages(splits, batch.samples, advantages)
         if distillation.is_used and distillation.loss == "tokens":
             splits = with_teacher_advantages(splits, distillation.coefficient, self._groups)
         return splits

@@ -1,0 +1,59 @@
+"""Advantages within a group: R minus a baseline, or nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation of ``grpo``."""
+
+
+def _centred(reward_PG: Tensor, weight_PG: Tensor) -> Tensor:
+    """R − weighted mean of the group; exactly 0 where all rewards of the group are equal."""
+    weighted_P1 = (reward_PG * weight_PG).sum(dim=1, keepdim=True)
+    centred_PG = reward_PG - weighted_P1 / weight_PG.sum(dim=1, keepdim=True)
+    all_equal_P1 = reward_PG.amax(dim=1, keepdim=True) == reward_PG.amin(dim=1, keepdim=True)
+    return centred_PG.masked_fill(all_equal_P1, 0.0)
+
+
+def grpo_no_std(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """R − mean of the group (Dr. GRPO, arXiv 2503.20783)."""
+    return _centred(reward_PG, length_PG.new_ones(length_PG.shape))
+
+
+def _grpo(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """(R − mean) / (std + 1e-6) of the group, with the unbiased standard deviation."""
+    centred_PG, others = grpo_no_std(reward_PG, length_PG), reward_PG.shape[1] - 1
+    variance_P1 = centred_PG.square().sum(dim=1, keepdim=True) / others
+    return centred_PG / (variance_P1.sqrt() + STD_EPSILON)
+
+
+def _rloo(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """R − mean of the other G − 1 responses: (R − mean) · G / (G − 1)."""
+    group_size = reward_PG.shape[1]
+    return grpo_no_std(reward_PG, length_PG) * (group_size / (group_size - 1))
+
+
+def _opo(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """R − mean of the group weighted by the responses' lengths (arXiv 2505.23585)."""
+    return _centred(reward_PG, length_PG.clamp(min=1))
+
+
+def _distill(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """0, so that tokens have only the advantage that the teacher adds."""
+    return reward_PG.new_zeros(reward_PG.shape)
+
+
+NAMED = {
+    "grpo": _grpo,
+    "grpo_no_std": grpo_no_std,
+    "rloo": _rloo,
+    "opo": _opo,
+    "distill": _distill,
+}
+
+SHIFTED = ("grpo_no_std", "rloo", "opo")
+"""Those of the form R minus a baseline, which ``algorithm.baseline_shift`` raises."""
