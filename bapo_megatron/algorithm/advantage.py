@@ -68,11 +68,13 @@ class Advantages:
         results = [_call(self._code, reward_G, group) for reward_G, group in pairs]
         if all(len(result) == reward_PG.shape[1] for result in results):
             return torch.stack(results)
-        if sum(map(len, results)) != sum(
-            s.episode_turns for group in groups for s in group.samples
-        ):
+        if sum(map(len, results)) != sum(_num_calls(group) for group in groups):
             self._code.refuse("returned a value per call for some groups only; do so for all")
         return torch.cat(results)
+
+
+def _num_calls(group: Group) -> int:
+    return sum(sample.episode_turns for sample in group.samples)
 
 
 def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
@@ -80,10 +82,8 @@ def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
 
     with code.guard():
         advantages: Tensor = code.object(reward_G.clone(), group.samples)
-    is_vector, size = isinstance(advantages, torch.Tensor) and advantages.dim() == 1, len(reward_G)
-    if not is_vector or (
-        len(advantages) not in (size, sum(sample.episode_turns for sample in group.samples))
-    ):
+    size, is_vector = len(reward_G), isinstance(advantages, torch.Tensor) and advantages.dim() == 1
+    if not is_vector or (len(advantages) != size and len(advantages) != _num_calls(group)):
         code.refuse(
             f"returned {kind_of(advantages)} for {size} samples; return a torch tensor [{size}], "
             "or one value for each call that trains"

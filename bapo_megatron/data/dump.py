@@ -266,7 +266,7 @@ def sample_of(row: dict[str, Any], prompt: PromptTokens, name: str) -> Sample:
         reward_components=reward_components,
         answer_found=row["answer_found"],
         columns=columns,
-        call_rewards=tuple(row.get(CALL_REWARDS, ())),
+        call_rewards=tuple(map(float, row.get(CALL_REWARDS, ()))),
         number=row.get(NUMBER, 0),
     )
 

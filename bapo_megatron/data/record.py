@@ -133,7 +133,10 @@ def call_rewards(value: Any) -> dict[str, float]:
         ValueError: They are not finite numbers by id.
     """
     rewards = value.get("call_rewards", {}) if isinstance(value, dict) else {}
-    by_id = decode(dict[str, FiniteFloat], rewards)
+    try:
+        by_id = decode(dict[str, FiniteFloat], rewards)
+    except ValueError as error:
+        raise ValueError(f"call_rewards must map ids of responses to numbers: {error}") from error
     return {re.split("[-_]", key)[-1]: reward for key, reward in by_id.items()}
 
 

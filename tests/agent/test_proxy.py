@@ -151,6 +151,19 @@ async def test_a_client_that_times_out_and_tries_again_makes_one_call(
     assert len(policy.calls) == len(session.record.calls) == 1
 
 
+async def test_a_call_with_the_header_is_served_and_does_not_train(renderer: ChatRenderer) -> None:
+    policy = Policy(renderer, says("No.", "Yes."))
+    async with served(renderer, policy.sample) as (session, sdk):
+        judged = await sdk.chat.completions.create(**ASKED, extra_headers={"X-Bapo-Train": "false"})
+        answer = await sdk.chat.completions.create(**ASKED)
+        with pytest.raises(openai.BadRequestError, match=r"X-Bapo-Train: must be true .*'no'"):
+            await sdk.chat.completions.create(**ASKED, extra_headers={"X-Bapo-Train": "no"})
+    assert [reply.choices[0].message.content for reply in (judged, answer)] == ["No.", "Yes."]
+    [sequence] = sequences_of(session.record)
+    assert renderer.decode(sequence.response_token_ids.tolist()) == "Yes.<|im_end|>"
+    assert session.record.num_tokens == sum(call.num_tokens for call in policy.calls)
+
+
 async def test_a_stream_that_takes_long_is_kept_open_by_comments(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from bapo_megatron.agent.protocol import Answer, ChatRequest, ResponsesRequest
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.record import Call, Completion, Conversation, Record
+from bapo_megatron.data.record import Call, Completion, Conversation, Record, call_rewards
 from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.types import FinishReason, Sample, VersionSpan
 from tests.agent.episodes import EOS, TOOL, make_renderer, sequences_of
@@ -29,20 +30,23 @@ def renderer(tokenizer_dir: Path) -> ChatRenderer:
 class World:
     """Random conversations over one record, and what the engine saw of them."""
 
-    def __init__(self, renderer: ChatRenderer, seed: int) -> None:
+    def __init__(self, renderer: ChatRenderer, seed: int, untrained: float = 0.0) -> None:
         self.renderer = renderer
+        self.untrained = untrained
+        """Share of calls that do not train."""
         self.rng = random.Random(seed)
         self.record = Record()
         self.histories: list[list[dict[str, Any]]] = []
         self.asked: list[list[dict[str, Any]]] = []
         self.seen: list[tuple[list[int], list[int], list[float]]] = []
-        """Prompt, sampled tokens and log-probs of each call, as the engine had them."""
+        """Prompt, sampled tokens and log-probs of each call that trains, as the engine had them."""
         self.num_rewritten = 0
 
     def ask(self, messages: list[dict[str, Any]]) -> None:
         self.asked.append(copy.deepcopy(messages))
         request = ChatRequest.model_validate({"messages": messages, "tools": [TOOL]})
-        conversation = request.conversation()
+        is_trained = not self.untrained or self.rng.random() >= self.untrained
+        conversation = replace(request.conversation(), is_trained=is_trained)
         call = self.record.begin(conversation, self.renderer)
         self.sample(call)
         message = Answer.of(call, conversation, self.renderer).message
@@ -67,7 +71,8 @@ class World:
             call.max_tokens = 10_000
             versions = spans_of(np.full(len(token_ids), version))
             call.append(Completion(token_ids, logprobs[part], versions, reason))
-        self.seen.append((prompt, list(ids), logprobs.tolist()))
+        if call.is_trained:
+            self.seen.append((prompt, list(ids), logprobs.tolist()))
 
     def step(self) -> None:
         kind = self.rng.choice(("new", "go on", "go on", "go on", "branch", "compact", "rewrite"))
@@ -159,6 +164,52 @@ def test_ten_thousand_random_calls_train_exactly_what_was_sampled(renderer: Chat
     assert num_calls == NUM_CALLS
     # Nothing that clients usually do forks; what they rewrite does.
     assert num_rewritten * 0.9 < num_forks < num_rewritten * 1.3
+
+
+def test_marked_calls_do_not_train_and_all_others_do(renderer: ChatRenderer) -> None:
+    for seed in range(20):
+        world = World(renderer, seed, untrained=0.4)
+        for _ in range(40):
+            world.step()
+        assert 8 < len(world.seen) < 36
+        check(world)
+
+
+def test_an_untrained_turn_is_prompt_of_the_turn_that_continues_it(renderer: ChatRenderer) -> None:
+    world = World(renderer, 0)
+    world.sample = lambda call: _say(world, call)  # type: ignore[method-assign]
+
+    def ask(share: float, *texts: str) -> None:
+        world.untrained = share
+        before = world.histories[-1] if len(texts) > 1 else []
+        world.ask([*before, {"role": "user", "content": texts[-1]}])
+
+    for share, *texts in ((0, "q"), (1, "...", "a probe"), (0, "...", "on"), (1, "...", "a judge")):
+        ask(share, *texts)
+    ask(1, "of another root")
+    [sequence] = sequences_of(world.record)
+    probe = "\n<|im_start|>user\na probe<|im_end|>\n<|im_start|>assistant\nt1<|im_end|>"
+    more = f"{probe}\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\nt2<|im_end|>"
+    assert renderer.decode(sequence.response_token_ids.tolist()) == f"t0<|im_end|>{more}"
+    assert renderer.decode(sequence.sampled_token_ids.tolist()) == "t0<|im_end|>t2<|im_end|>"
+    assert (len(sequence.written), sequence.num_sampled) == (1, len(sequence.behaviour_logprobs))
+    # The probe was asked after the restart's first call alone, so the latter's mark decides.
+    world.record.restart()
+    again = world.record.begin(
+        Conversation([{"role": "user", "content": "q"}], [TOOL], False), renderer
+    )
+    assert (again.is_trained, again.is_finished) == (False, False)
+
+
+def test_rewards_of_calls_are_found_by_the_ids_of_their_responses() -> None:
+    by_id = {"chatcmpl-ab.0": 1, "resp_cd.1": -0.5, "msg_u12.0": 0}
+    assert call_rewards({"call_rewards": by_id}) == {"ab.0": 1.0, "cd.1": -0.5, "u12.0": 0.0}
+    assert call_rewards(["call_rewards"]) == call_rewards({"score": 1}) == {}
+    for rewards in ([1.0], {"chatcmpl-ab.0": "high"}, {"chatcmpl-ab.0": float("nan")}):
+        with pytest.raises(
+            ValueError, match=r"^call_rewards must map ids of responses to numbers: "
+        ):
+            call_rewards({"call_rewards": rewards})
 
 
 def _token(token_id: int, logprob: float, version: int, reason: FinishReason) -> Completion:

@@ -160,6 +160,18 @@ def bad_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     return rewards.mean()
 
 
+def call_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Return the rewards of the calls."""
+    return rewards.new_tensor(
+        [r for sample in samples for s in sample.sequences for r in s.call_rewards]
+    )
+
+
+def sometimes_call_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
+    """Return those only in group 0."""
+    return rewards if samples[0].group_id else call_advantage(rewards, samples)
+
+
 def infinite_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
     """Divide by a standard deviation that is 0."""
     return (rewards - rewards.mean()) / rewards.std()

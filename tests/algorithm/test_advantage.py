@@ -11,6 +11,7 @@ import torch
 from bapo_megatron.algorithm.advantage import Advantages, group_advantages
 from bapo_megatron.algorithm.user_code import UserCodeError
 from bapo_megatron.config.schema import ADVANTAGES
+from tests.data.samples import make_episode
 
 FLOAT32 = 4 * 2.0**-24
 """Relative, of four roundings."""
@@ -92,6 +93,19 @@ def test_what_is_no_finite_tensor_of_the_group_is_named(name: str, returned: str
     group = SimpleNamespace(samples=[SimpleNamespace(reward=0.0)] * 2)
     with pytest.raises(UserCodeError, match=re.escape(f" returned {returned}")):
         Advantages(f"tests.algorithm.own_objectives:{name}").compute([group])
+
+
+def test_values_per_call_must_come_for_all_groups_or_none() -> None:
+    groups: Any = []
+    for group_id in (0, 1):
+        samples = [make_episode(2, (1, 1, 2), group_id, index) for index in (0, 1)]
+        for sample in samples:
+            sample.call_rewards = (1.0, 2.0)
+        groups.append(SimpleNamespace(samples=samples))
+    name = "tests.algorithm.own_objectives:{}call_advantage".format
+    assert Advantages(name("")).compute(groups).tolist() == [1.0, 2.0] * 4
+    with pytest.raises(UserCodeError, match=r"for some groups only; do so for all$"):
+        Advantages(name("sometimes_")).compute(groups)
 
 
 def test_no_groups_give_no_advantages() -> None:

@@ -106,6 +106,12 @@ def with_nan_in_a_column() -> RolloutBatch:
     return batch
 
 
+def with_rewards_of_calls() -> RolloutBatch:
+    batch = make_branched()
+    batch.sequences[1].call_rewards = (0.1, -2.0)
+    return batch
+
+
 def with_a_prompt_of_an_agent() -> RolloutBatch:
     batch = make_episodes()
     sample = batch.groups[0].samples[1]
@@ -134,6 +140,7 @@ def with_stats(stats: RolloutStats) -> RolloutBatch:
         pytest.param(with_nan_in_a_column(), id="columns"),
         pytest.param(make_branched(), id="branches"),
         pytest.param(with_a_prompt_of_an_agent(), id="prompts"),
+        pytest.param(with_rewards_of_calls(), id="rewards of calls"),
         pytest.param(without_tokens(), id="no tokens"),
         # A run without an environment, and one without errors.
         pytest.param(with_stats(RolloutStats()), id="no environment"),
@@ -201,6 +208,8 @@ def spans(*pairs: tuple[int, int]) -> tuple[WrittenSpan, ...]:
         (0, "prompt", PromptTokens("train.jsonl:0", np.zeros(0, np.int32)), "prompt has no tokens"),
         (0, "reward", math.nan, "reward must be finite"),
         (0, "reward_components", {"a": math.inf}, r"reward_components\.a must be finite"),
+        (0, "call_rewards", (1.0,), "1 call_rewards for 2 turns"),
+        (0, "call_rewards", (1.0, math.inf), r"call_rewards\[1\] must be finite"),
         (1, "reward", 1.0, "has no reward"),
         (1, "reward_components", {"math": 0.0}, "has no reward"),
         (1, "branches", (make_episode(2, (1,)),), "no branches of its own"),

@@ -34,15 +34,21 @@ class Client:
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str, delay: Delay) -> None:
         self._http, self._url, self._delay = http, f"{url}/chat/completions", delay
         self._headers = {"Authorization": f"Bearer {key}"}
+        self.ids: list[str] = []
+        """Of its responses."""
 
-    async def __call__(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    async def __call__(
+        self, messages: list[dict[str, Any]], *, trains: bool = True, **fields: Any
+    ) -> dict[str, Any]:
         await self._delay()
         body = {"messages": messages, **fields}
-        async with self._http.post(self._url, json=body, headers=self._headers) as reply:
+        headers = self._headers | ({} if trains else {"X-Bapo-Train": "false"})
+        async with self._http.post(self._url, json=body, headers=headers) as reply:
             content = await reply.json()
         await self._delay()
         if "error" in content:
             raise RefusedError(content["error"]["message"])
+        self.ids.append(content["id"])
         message: dict[str, Any] = content["choices"][0]["message"]
         return message
 

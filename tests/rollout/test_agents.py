@@ -175,11 +175,46 @@ async def has_no_turn(task: dict[str, Any], ask: Client) -> Any:
         await ask([])
 
 
+async def only_judges(task: dict[str, Any], ask: Client) -> Any:
+    await ask(task["messages"], trains=False)
+
+
+async def rewards_another(task: dict[str, Any], ask: Client) -> Any:
+    await ask(task["messages"])
+    await ask(task["messages"], trains=False)
+    return {"call_rewards": {ask.ids[1]: 1}}
+
+
+async def rewards_two(task: dict[str, Any], ask: Client) -> Any:
+    question = task["messages"]
+    turn = await ask(question)
+    history = [*question, turn, {"role": "user", "content": "probe"}]
+    probe = await ask(history, trains=False)
+    await ask([*history, probe, {"role": "user", "content": "on"}])
+    await ask([{"role": "user", "content": "else"}])
+    return {"call_rewards": {ask.ids[0]: 0.5, ask.ids[3]: -2}}
+
+
+async def test_rewards_of_calls_reach_the_turns_of_the_sample_and_survive_a_restart(
+    renderer: ChatRenderer,
+) -> None:
+    async with scripted_agents(rewards_two, renderer) as agents:
+        setup = AgentSetup(renderer, agents)
+        await setup.play()
+        later = AgentSetup(renderer, agents, state=setup.saved())
+        for sample in (*setup.samples, *later.samples):
+            assert [s.call_rewards for s in sample.sequences] == [(0.5, 0.0), (-2.0,)]
+            assert sample.episode_turns == 3
+        assert setup.interaction.counts["agent_untrained_calls"] == 2
+
+
 @pytest.mark.parametrize(
     ("agent", "message"),
     [
         (fails, "^the body: 'messages' must have"),
         (makes_no_call, r"^rollout\.agent: made no call .*OPENAI_API_KEY$"),
+        (only_judges, r"made no call that trains .*unmarked"),
+        (rewards_another, r"call_rewards must have .* in 'u\w+\.0' \(prompt 'p:\d'\)$"),
         (has_no_turn, r"made no call .*\(.* got HTTP 400: the body: 'messages' "),
     ],
 )
@@ -191,7 +226,7 @@ async def test_agents_that_fail_end_their_episodes_as_environments_do(
         await setup.play()
         for sample in setup.samples:
             assert sample.finish_reason is FinishReason.ENVIRONMENT
-            assert (sample.num_sampled > 0) is (agent is fails)
+            assert (sample.num_sampled > 0) is (agent in (fails, rewards_another))
         assert setup.interaction.errors == {"error": 2}
         setup = AgentSetup(renderer, agents)
         with pytest.raises(EnvironmentFailedError, match=message):

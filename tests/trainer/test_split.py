@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from bapo_megatron.algorithm.advantage import Advantages
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.config.settings import flat_settings, masked_reasons
 from bapo_megatron.data.staleness import spans_of, token_versions
-from bapo_megatron.trainer.split import SplitUpdate, ZeroAdvantage, split_step
+from bapo_megatron.trainer.split import SplitUpdate, ZeroAdvantage, split_step, with_advantages
 from bapo_megatron.types import (
     FinishReason,
     Group,
@@ -24,7 +25,7 @@ from bapo_megatron.types import (
     WrittenSpan,
 )
 from tests.config.files import run_config
-from tests.data.samples import add_branch
+from tests.data.samples import add_branch, make_episode
 from tests.trainer.dumps import ONE_RANK
 
 VERSION = 10
@@ -316,3 +317,44 @@ def test_a_branch_more_changes_no_advantage(
     # too old.
     assert update.computed == ((0, 1, 2, 3, 4, 6) if num_trained else (0, 1, 3, 4, 6))
     assert update.responses == plain.responses
+
+
+def _of_calls() -> RolloutBatch:
+    """Two groups of two; first episodes have turns of 1 and 2 tokens, and of 3 in a branch."""
+    groups = []
+    for group_id in (0, 1):
+        samples = [make_episode(2, parts, group_id, n) for n, parts in enumerate(((1, 2, 2), (2,)))]
+        add_branch(samples[0], (3,), shared_tokens=1)
+        rewards = ((0.0, 2.0), (-2.0,), (0.0,))
+        for sequence, values in zip((*samples[0].sequences, samples[1]), rewards, strict=True):
+            sequence.call_rewards = values if group_id == 0 else (0.0,) * len(values)
+        groups.append(Group(group_id, tuple(samples)))
+    return RolloutBatch(step=1, version=VERSION, groups=tuple(groups))
+
+
+def test_the_advantage_of_a_call_is_that_of_its_tokens() -> None:
+    own = "tests.algorithm.own_objectives:call_advantage"
+    (update,) = _split({}, _of_calls(), advantage=own)
+    (micro_batch,) = update.micro_batches
+    order = np.lexsort((micro_batch.position_T, micro_batch.sample_T))
+    expected = [0.0, 2, 2, -2, -2, -2, *[0.0] * (2 + 6 + 2)]
+    assert micro_batch.advantage_T[order].tolist() == expected
+    # The mean of 0, 2 and −2 has no sign, yet both sequences of the episode have a gradient.
+    assert (update.counts["positive_responses"], update.counts["negative_responses"]) == (0, 0)
+    (update,) = _split({}, _of_calls(), advantage=own, zero_advantage="left_out")
+    assert update.computed == (0, 1)
+
+
+def test_replaced_advantages_are_those_that_packing_gives() -> None:
+    batch, advantages = _of_calls(), Advantages("grpo")
+    (packed,) = updates = _split({}, batch)
+    zeros = torch.zeros(2, 2)
+    (replaced,) = with_advantages(
+        with_advantages(updates, batch.samples, zeros),
+        batch.samples,
+        advantages.compute(batch.groups),
+    )
+    (before,), (after,) = packed.micro_batches, replaced.micro_batches
+    assert torch.equal(before.advantage_T, after.advantage_T)
+    assert replaced.counts == packed.counts
+    assert len(before.advantage_T.unique()) == 2
