@@ -17,6 +17,7 @@ from bapo_megatron.algorithm.loss import differentiate
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.engine.load import load_kind
+from tests.data.samples import make_episode
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending.md"
 
@@ -70,6 +71,17 @@ def test_the_advantage_of_the_page_centres_by_length(printed: str) -> None:
     advantages = Advantages(f"{printed}:centred_by_length")
     groups: Any = [SimpleNamespace(samples=samples)]
     assert advantages.compute(groups).tolist() == [[0.75, -0.25]]
+
+
+def test_the_advantage_of_the_page_adds_that_of_the_calls(printed: str) -> None:
+    group: Any = SimpleNamespace(samples=[make_episode(2, (1, 1, 2)), make_episode(2, (3,))])
+    first, second = group.samples
+    first.reward, first.call_rewards, second.reward = 1.0, (1.0, 0.0), 0.0
+    values = Advantages(f"{printed}:grpo_with_calls").compute([group])
+    # ±½ / √½; rewards 1, 0, 0 of calls have mean ⅓ and variance ⅓.
+    episode, std = 0.5 / (0.5**0.5 + 1e-6), (1 / 3) ** 0.5 + 1e-6
+    expected = [episode + 2 / 3 / std, episode - 1 / 3 / std, -episode - 1 / 3 / std]
+    assert values.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_engine_of_the_page_is_found_and_refuses_by_key(printed: str) -> None:
