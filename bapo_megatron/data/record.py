@@ -338,25 +338,13 @@ class Record:
         return sequences
 
     def sample(
-        self,
-        group_id: int,
-        index: int,
-        prompt: PromptTokens,
-        reason: FinishReason,
-        value: Any = None,
+        self, group_id: int, index: int, prompt: PromptTokens, reason: FinishReason
     ) -> Sample:
-        """Return the episode's sequences; without a call, an empty response to ``prompt``.
-
-        ``value`` is the agent's, which may hold ``call_rewards``.
-        """
+        """Return the episode's sequences; without a call, an empty response to ``prompt``."""
         sequences = [
             _sequence(group_id, index, prompt, reason, number, calls)
             for number, calls in enumerate(self.sequences() or [[Call("", None, prompt.token_ids)]])
         ]
-        if rewards := call_rewards(value) if self.calls and self.calls[0].name else {}:
-            for sequence, calls in zip(sequences, self.sequences(), strict=True):
-                trained = (call for call in calls if call.is_trained)
-                sequence.call_rewards = tuple(rewards.get(call.name, 0.0) for call in trained)
         sequences[0].branches = tuple(sequences[1:])
         return sequences[0]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from bapo_megatron.data.record import Record
+from bapo_megatron.data.record import Record, call_rewards
 from bapo_megatron.reward.base import Response, Score
 from bapo_megatron.types import (
     FinishReason,
@@ -104,8 +104,12 @@ class Episode:
     def finish(self, reason: FinishReason) -> None:
         """End the episode: its calls become the sequences of its sample."""
         self.record.close()
-        tokens = self.prompt.tokens()
-        self.sample = self.record.sample(self.group_id, self.index, tokens, reason, self.state)
+        self.sample = self.record.sample(self.group_id, self.index, self.prompt.tokens(), reason)
+        sequences = self.record.sequences()
+        if rewards := call_rewards(self.state) if sequences and sequences[0][0].name else {}:
+            for sequence, calls in zip(self.sample.sequences, sequences, strict=True):
+                trained = (call for call in calls if call.is_trained)
+                sequence.call_rewards = tuple(rewards.get(call.name, 0.0) for call in trained)
 
     def finished(self) -> Sample:
         """Return the sample of an episode that has ended."""

@@ -216,10 +216,9 @@ def with_advantages(
         advantages: As ``Advantages.compute`` returns them.
     """
     advantage_C, advantage_B = _by_call(advantages, samples)
-    length_B = np.array([sample.episode_tokens for sample in samples])
-    start_B, start_C = torch.from_numpy(np.cumsum(length_B) - length_B), list[int]()
-    start = 0  # of the sequence, where those of all samples follow one another
-    for sequence in (sequence for sample in samples for sequence in sample.sequences):
+    length_B = torch.tensor([sample.episode_tokens for sample in samples])
+    start_B, start_C, start = length_B.cumsum(0) - length_B, list[int](), 0
+    for sequence in (s for sample in samples for s in sample.sequences):  # laid end to end
         start_C += [start, *(start + first + length for first, length in sequence.written)]
         start += len(sequence.response_token_ids)
 

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from bapo_megatron.algorithm.advantages.group import SHIFTED as SHIFTED
+from bapo_megatron.algorithm.advantages.responses import SHIFTED as SHIFTED
 
 NAMED: dict[str, Callable[..., Any]] = {}
 """The advantages by the name that ``algorithm.advantage`` gives them."""
