@@ -255,7 +255,10 @@ class Group:
     samples: tuple[Sample, ...]
 
 
-AGENT_COUNTS = "agent_calls", "agent_forks", "agent_divergences", "agent_untrained_calls"
+AGENT_COUNTS = (
+    *("agent_calls", "agent_forks", "agent_divergences", "agent_refusals"),
+    "agent_untrained_calls",
+)
 """Names of what agents add to ``RolloutStats.environment_counts``."""
 
 

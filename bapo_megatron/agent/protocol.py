@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.record import Call, Conversation, checked_messages
@@ -25,7 +25,7 @@ _IGNORED = frozenset(
     (
         *("user", "metadata", "store", "seed", "service_tier", "safety_identifier", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "reasoning", "reasoning_effort"),
-        *("include", "truncation", "background", "stream_options", "model"),
+        *("include", "truncation", "background", "stream_options", "model", "max_tool_calls"),
     )
 )
 """Fields that do not change what is sampled."""
@@ -43,11 +43,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "functions": ([],),
     "n": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
 }
 """Values besides null that leave the distribution as it is."""
 _WHOLE = "send the whole conversation"
 _NEVER = {
-    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), _WHOLE),
+    **dict.fromkeys(("conversation", "prompt"), _WHOLE),
     "n": "every call is one turn of the policy, so make several calls",
 }
 """Fields that are refused even with ``override``, and what to do instead."""
@@ -58,7 +60,7 @@ class RefusalError(Exception):
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
         self.content = {
             "error": {
                 "message": message,
@@ -83,6 +85,8 @@ class SamplingRules:
         """Refuse fields that would change the distribution."""
         ours = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         for name, value in fields.items():
+            if isinstance(value, dict) and name == "text":
+                value = {key: part for key, part in value.items() if key != "verbosity"}
             if name in _IGNORED or value is None:
                 continue
             accepted = (ours[name],) if name in ours else _NEUTRAL.get(name, ())
@@ -119,13 +123,16 @@ class _Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class _ChatTool(BaseModel):
+class _Tool(BaseModel):
     type: Literal["function"]
+
+
+class _ChatTool(_Tool):
     function: _Function
 
 
-class _ResponsesTool(_Function):
-    type: Literal["function"]
+class _ResponsesTool(_Function, _Tool):  # its type is checked first
+    pass
 
 
 class ChatRequest(_Request):
@@ -147,10 +154,15 @@ class ChatRequest(_Request):
         return Conversation(_checked(self.messages), tools)
 
 
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) and value else value
+
+
 class ResponsesRequest(_Request):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]] = Field(min_length=1)
+    input: Annotated[list[dict[str, Any]], BeforeValidator(_as_items)] = Field(min_length=1)
+    previous_response_id: str | None = None
     instructions: str | None = None
     tools: list[_ResponsesTool] | None = None
     limit: int | None = Field(None, ge=1, alias="max_output_tokens")
@@ -158,13 +170,10 @@ class ResponsesRequest(_Request):
 
     def conversation(self) -> Conversation:
         """Return messages and tools; ``RefusalError`` for items that no message can hold."""
-        items = self.input
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        for item in items:
+        for item in self.input:
             _add_item(messages, item)
         tools = [
             {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
@@ -173,8 +182,53 @@ class ResponsesRequest(_Request):
         return Conversation(_checked(messages), tools)
 
 
+@dataclass(slots=True)
+class Responses:
+    """What the responses of an episode said, for requests that name them or their items.
+
+    Ids depend on the conversation alone: after a restart the agent names the same ones.
+    """
+
+    _items: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """The items before and in each response, by its id."""
+    _equal: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """One of equal items: a history that is sent in every request is held once."""
+
+    def resolve(self, request: ResponsesRequest) -> None:
+        """Put what a request names in its input; ``RefusalError`` for unknown ids."""
+        previous = request.previous_response_id
+        before = [] if previous is None else self._conversations.get(previous)
+        if before is None:
+            raise RefusalError(
+                f"previous_response_id: must be the id of a response of this episode, got "
+                f"{shown_value(previous)}; {_WHOLE}"
+            )
+        request.input = [*before, *map(self._resolved, request.input)]
+
+    def noted(self, request: ResponsesRequest, answer: Answer) -> Answer:
+        """Let later requests name the response to a resolved request."""
+        response = answer.response()
+        self._items |= {item["id"]: item for item in response["output"]}
+        items = [*request.input, *response["output"]]
+        equal = [self._equal.setdefault(json.dumps(item), item) for item in items]
+        self._conversations[response["id"]] = equal
+        return answer
+
+    def _resolved(self, item: dict[str, Any]) -> dict[str, Any]:
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        if kind != "item_reference":
+            return item
+        if (known := self._items.get(str(item.get("id")))) is None:
+            raise RefusalError(
+                f"input: an item_reference must have the id of an output item of this episode, got "
+                f"{shown_value(item.get('id'))}; send the item itself"
+            )
+        return known
+
+
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         messages.append({"role": item.get("role"), "content": _text_parts(item.get("content"))})
     elif kind == "function_call":
@@ -376,8 +430,5 @@ class Answer:
         return items
 
 
-MODELS = {
-    "object": "list",
-    "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "bapo_megatron"}],
-}
-"""The body of ``GET /v1/models``."""
+MODEL_FIELDS = {"id": MODEL, "object": "model", "created": 0, "owned_by": "bapo_megatron"}
+"""The body of ``GET /v1/models/policy``, and the one entry of ``GET /v1/models``."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import secrets
 import time
@@ -21,10 +22,11 @@ from typing import Any
 from aiohttp import web
 
 from bapo_megatron.agent.protocol import (
-    MODELS,
+    MODEL_FIELDS,
     Answer,
     ChatRequest,
     RefusalError,
+    Responses,
     ResponsesRequest,
     SamplingRules,
 )
@@ -47,6 +49,11 @@ _EXIT_S = 1.0
 """Time for answers on their way when the server closes."""
 _RETRIES = "x-stainless-retry-count"
 _TRAIN = "X-Bapo-Train"
+_LIMIT = "episode_limit"
+"""The code of refusals that an episode's ``finish_reason`` tells."""
+_CONTEXT = "This model's maximum context length is"
+"""What clients look for in refusals, to try no such request again."""
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,9 @@ class Session:
     """The limit that the episode has met: LENGTH (tokens) or TURNS (calls)."""
     last_refusal: str = ""
     """What the agent was last told in place of a turn."""
+    num_refusals: int = 0
+    """Requests without a turn, but for those beyond the episode's limits."""
+    responses: Responses = field(default_factory=Responses)
     failure: asyncio.Future[None] = field(init=False)
     """Fails with what ``sample`` raises."""
     _turns: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
@@ -120,10 +130,17 @@ class Session:
         if (task.cancelled() or task.exception()) and self._turns.get(digest) is task:
             del self._turns[digest]  # with the conversation that its error holds
 
+    def note_refusal(self, refusal: RefusalError) -> None:
+        """Keep and count what the agent was told in place of a turn."""
+        if not self._is_closed:
+            self.last_refusal = f"HTTP {refusal.status}: {refusal}"
+            self.num_refusals += refusal.code != _LIMIT
+
     async def restart(self) -> None:
         """End every turn; the agent runs again, and the record answers what it asked before."""
         await self._end_turns()
         self._turns.clear()
+        self.last_refusal, self.num_refusals = "", 0
         self.record.restart()
 
     async def close(self) -> None:
@@ -183,12 +200,12 @@ class Session:
                 raise RefusalError(
                     f"the episode has had its {limits.max_calls} calls "
                     "(rollout.agent_limits.max_calls); end it",
-                    code="episode_limit",
+                    code=_LIMIT,
                 )
             if call.parent is None and len(call.written) > limits.max_prompt_tokens:
                 raise RefusalError(
-                    f"messages: must have at most {limits.max_prompt_tokens} tokens "
-                    f"(data.max_prompt_tokens), got {len(call.written)}; shorten them",
+                    f"messages: {_CONTEXT} {limits.max_prompt_tokens} tokens where a conversation "
+                    f"begins (data.max_prompt_tokens), got {len(call.written)}; shorten them",
                     code="context_length_exceeded",
                 )
             async with self._ended:
@@ -197,9 +214,9 @@ class Session:
             if left <= 0:
                 self.ended_by = FinishReason.LENGTH
                 raise RefusalError(
-                    f"the episode has had its {limits.max_tokens} tokens "
-                    "(rollout.max_response_tokens, over all branches); end it",
-                    code="episode_limit",
+                    f"the episode has no tokens left: {_CONTEXT} {limits.max_tokens} tokens over "
+                    "all calls (rollout.max_response_tokens); end it",
+                    code=_LIMIT,
                 )
         except BaseException:
             record.withdraw(call)
@@ -226,6 +243,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
+        self._has_refused = False
         self._directory = PrivateDirectory()
         self.socket_path = self._directory.path / "openai.sock"
         self.base_url = ""
@@ -261,27 +279,43 @@ class Proxy:
             del self._sessions[key]
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_refusals_as_json])
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._answer])
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
         return app
 
+    @web.middleware
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if session is not None:
+            request[_SESSION] = session
+        try:
+            return await _refusals_as_json(request, handler)
+        finally:
+            if session is not None and session.num_refusals and not self._has_refused:
+                self._has_refused = True
+                told = "rollout.agent: a call got %s; further ones are in rollout/agent_refusals"
+                _LOG.warning(told, session.last_refusal)
+
     def _session(self, request: web.Request) -> Session:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if (session := self._sessions.get(key)) is None:
+        if _SESSION not in request:
             raise RefusalError(
                 "Authorization: must be the key of an episode in progress; use OPENAI_API_KEY, "
                 "and end with the episode",
                 401,
                 "invalid_api_key",
             )
-        request[_SESSION] = session
-        return session
+        return request[_SESSION]
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        return web.json_response(MODELS)
+        models = {"object": "list", "data": [MODEL_FIELDS]}
+        return web.json_response(MODEL_FIELDS if "name" in request.match_info else models)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked, turn = await self._ask(request, ChatRequest)
@@ -293,9 +327,10 @@ class Proxy:
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         asked, turn = await self._ask(request, ResponsesRequest)
+        noted = partial(self._session(request).responses.noted, asked)
         if not asked.stream:
-            return web.json_response((await asyncio.shield(turn)).response())
-        return await _stream(request, turn, lambda answer: answer.response_events())
+            return web.json_response(noted(await asyncio.shield(turn)).response())
+        return await _stream(request, turn, lambda answer: noted(answer).response_events())
 
     async def _ask[AskedT: (ChatRequest, ResponsesRequest)](
         self, request: web.Request, kind: type[AskedT]
@@ -303,10 +338,12 @@ class Proxy:
         """Read a request; return it, and the task of its turn."""
         session, content = self._session(request), await request.read()
         asked, limits = kind.read(content), session.limits
-        max_bytes = _BYTES_PER_TOKEN * (limits.max_prompt_tokens + limits.max_tokens) + (1 << 20)
+        max_tokens = limits.max_prompt_tokens + limits.max_tokens
+        max_bytes = _BYTES_PER_TOKEN * max_tokens + (1 << 20)
         if len(content) > max_bytes:
             rule = f"must have at most {max_bytes} bytes, got {len(content)}"
-            raise RefusalError(f"the body {rule}; shorten the messages", 413, "request_too_large")
+            told = f"the body {rule}: {_CONTEXT} {max_tokens} tokens; shorten the messages"
+            raise RefusalError(told, 413, "request_too_large")
         session.rules.check(asked.sampling)
         if asked.tools and session.renderer.tool_format == "none":
             raise RefusalError(
@@ -315,6 +352,8 @@ class Proxy:
             )
         if (train := request.headers.get(_TRAIN, "true")) not in ("true", "false"):
             raise RefusalError(f"{_TRAIN}: must be true or false, got {shown_value(train)}")
+        if isinstance(asked, ResponsesRequest):
+            session.responses.resolve(asked)
         conversation = replace(asked.conversation(), is_trained=train == "true")
         digest = hashlib.blake2b(f"{request.path} {train}".encode() + content).hexdigest()
         is_retry = request.headers.get(_RETRIES, "0") != "0"
@@ -343,7 +382,7 @@ async def _stream(
         except RefusalError as error:
             if not response.prepared:
                 raise
-            request[_SESSION].last_refusal = str(error)
+            request[_SESSION].note_refusal(error)
             events = [error.content]
         for event in events:
             kind = f"event: {event['type']}\n" if "type" in event else ""
@@ -356,7 +395,6 @@ async def _stream(
     return response
 
 
-@web.middleware
 async def _refusals_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
@@ -372,5 +410,5 @@ async def _refusals_as_json(
         remedy = "use /v1/chat/completions, /v1/responses or /v1/models"
         refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
     if _SESSION in request:
-        request[_SESSION].last_refusal = f"HTTP {refusal.status}: {refusal}"
+        request[_SESSION].note_refusal(refusal)
     return web.json_response(refusal.content, status=refusal.status)

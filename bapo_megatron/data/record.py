@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ from bapo_megatron.runtime.calls import decode
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpans, WrittenSpan
 
 _UNTRAINED = "u"
-_REASONING = re.compile(r"^\s*(<think>)?.*?</think>", re.DOTALL)
-"""What clients leave out when they send a turn back; some templates open it in the prompt."""
+_REASONING_START = re.compile(r"<think(?:\s[^<>]*)?>")
+_REASONING_END = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,11 @@ class Conversation:
     is_trained: bool = True
     """Whether the turn that answers it trains."""
 
-    def keys(self) -> list[str]:
-        """Return the chain's hash after each message."""
+    def keys(self, *, spaced: bool = True) -> list[str]:
+        """Return the chain's hash after each message, without ``spaced`` white space aside."""
         hashes = [_hashed(json.dumps(self.tools, sort_keys=True))]
         for message in self.messages:
-            hashes.append(_hashed(hashes[-1] + _canonical(message)))
+            hashes.append(_hashed(hashes[-1] + _canonical(message, spaced=spaced)))
         return hashes[1:]
 
 
@@ -91,21 +92,45 @@ def _hashed(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def _canonical(message: Message) -> str:
+def _canonical(message: Message, *, spaced: bool) -> str:
     """Return what must be equal for a message to count as the recorded one.
 
-    Clients send null for empty content, serialise arguments again, and drop or add fields.
+    Clients send null for empty content, serialise arguments again, drop or add fields, and leave
+    reasoning out or move it.
     """
     content = message["content"]
     if message["role"] == "assistant":
-        content = _REASONING.sub("", content, count=1).strip()
+        content = _without_reasoning(content).strip()
+        content = content if spaced else "".join(content.split())
+    functions = [(call.get("id"), call["function"]) for call in message.get("tool_calls", ())]
     calls = [
-        (call.get("id"), call["function"]["name"], call["function"]["arguments"])
-        for call in message.get("tool_calls", ())
+        (call_id, function["name"], _DOUBLES.decode(json.dumps(function["arguments"])))
+        for call_id, function in functions
     ]
     return json.dumps(
         [message["role"], content, calls, message.get("tool_call_id")], sort_keys=True
     )
+
+
+def _without_reasoning(content: str) -> str:
+    """Return a turn without its ``<think>…</think>``; a template may open the first."""
+    *closed, rest = content.split(_REASONING_END)
+    kept: list[str] = []
+    for text in closed:
+        before, *reasoning = _REASONING_START.split(text, maxsplit=1)
+        kept.append(before) if reasoning else kept.clear()
+    return "".join([*kept, rest])
+
+
+def _double(text: str) -> float | None:
+    """Return a number as JavaScript reads it and writes it again."""
+    value = float(text)
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+_DOUBLES = json.JSONDecoder(parse_int=_double, parse_float=_double, parse_constant=_double)
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Message]:
@@ -278,8 +303,11 @@ class Record:
         """Let later conversations continue a finished call, whose turn they see as ``turn``."""
         if call.finish_reason is FinishReason.STOP:
             messages = [*conversation.messages, *checked_messages([turn])]
-            [*_, key] = replace(conversation, messages=messages).keys()
-            self._turns.setdefault(key, call)
+            told = replace(conversation, messages=messages)
+            self._turns.setdefault(told.keys()[-1], call)
+            # Where reasoning was taken out of a text, clients put some white space, or none.
+            if any(_REASONING_END in message["content"] for message in messages):
+                self._turns.setdefault(told.keys(spaced=False)[-1], call)
 
     def close(self) -> None:
         """Drop, at the end, calls that an agent did not repeat or did not wait for."""
@@ -305,9 +333,13 @@ class Record:
         self, name: str, conversation: Conversation, keys: Sequence[str], renderer: ChatRenderer
     ) -> Call:
         messages = conversation.messages
-        place = next((n for n in reversed(range(len(keys))) if keys[n] in self._turns), -1)
-        tail = messages[place + 1 :]
-        has_turn = any(message["role"] == "assistant" for message in tail)
+        for is_spaced in (True, False):
+            keys = keys if is_spaced else conversation.keys(spaced=False)
+            place = next((n for n in reversed(range(len(keys))) if keys[n] in self._turns), -1)
+            tail = messages[place + 1 :]
+            has_turn = any(message["role"] == "assistant" for message in tail)
+            if not has_turn:
+                break
         if place < 0 or has_turn or not tail:
             token_ids = renderer.conversation(messages, conversation.tools)
             is_fork = bool(self.calls) and (has_turn or not tail)

@@ -66,12 +66,15 @@ class Agents:
                 if session.failure.done():
                     session.failure.result()
                 value = playing.result() if playing.done() else timing.result()
-                calls = [call for call in session.record.calls if call.is_finished]
-                calls = [call for call in calls if call.is_trained and call.num_tokens]
+                finished = [call for call in session.record.calls if call.is_finished]
+                calls = [call for call in finished if call.is_trained and call.num_tokens]
                 if not calls:
+                    told = "made no call that trains, or its client answers from a cache"
+                    if session.num_refusals and not finished:
+                        told = f"had every call refused, {session.num_refusals} in all"
                     raise EnvironmentFailedError(
-                        f"rollout.agent: made no call that trains (prompt '{prompt.prompt_id}'); "
-                        "let it call the policy, unmarked, by OPENAI_BASE_URL and OPENAI_API_KEY",
+                        f"rollout.agent: {told} (prompt '{prompt.prompt_id}'); let it call the "
+                        "policy, unmarked, by OPENAI_BASE_URL and OPENAI_API_KEY, without a cache",
                         "error",
                     )
                 if unknown := call_rewards(value).keys() - {call.name for call in calls}:

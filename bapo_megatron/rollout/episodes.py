@@ -84,13 +84,17 @@ class Interaction:
             _LOG.warning("%s; the episode ends and is counted, as later ones will be", error)
         self.errors[error.kind] += 1
 
-    def finish_agent(self, episode: Episode, reason: FinishReason, state: Any) -> None:
+    def finish_agent(
+        self, episode: Episode, reason: FinishReason, state: Any, num_refusals: int
+    ) -> None:
         """End an agent's episode, and count what it did."""
         episode.state, record = state, episode.record
         episode.finish(reason)
         num_forks = sum(call.is_fork for call in record.calls)
-        num_untrained = sum(not call.is_trained for call in record.calls)
-        counts = len(record.calls), num_forks, record.num_divergences, num_untrained
+        counts = (
+            *(len(record.calls), num_forks, record.num_divergences),
+            *(num_refusals, sum(not call.is_trained for call in record.calls)),
+        )
         for name, count in zip(AGENT_COUNTS, counts, strict=True):
             self.counts[name] += float(count)  # type: ignore[assignment]  # as after a resume
 
@@ -364,7 +368,7 @@ class Episodes:
         except EnvironmentFailedError as error:
             self.interaction.count_failure(error)
             reason = FinishReason.ENVIRONMENT
-        self.interaction.finish_agent(episode, reason, state)
+        self.interaction.finish_agent(episode, reason, state, session.num_refusals)
 
     async def _sample(self, run: _Run, call: Call, request: GenerateRequest) -> None:
         """Sample a call to its end, in as many requests as that takes."""

@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails, to_jsonable_python
 from typing_extensions import TypeForm
 
 _LONG_VALUE = re.compile(r"(\S{300})\S+?(?=['\";:,]*(?:\s|$))")
+_INNER_SPACE = re.compile(r"(?<=\S)\s+(?=\S)")
 _MAX_SHOWN = 80
 _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
@@ -164,7 +165,7 @@ def dotted(location: Sequence[int | str]) -> str:
 def shown_value(value: Any) -> str:
     """Return a value for a message, printable on one line: as JSON, truncated if long."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    shown = " ".join(text[:_MAX_SHOWN].split()) + ("…" if len(text) > _MAX_SHOWN else "")
+    shown = _INNER_SPACE.sub(" ", text[:_MAX_SHOWN]) + ("…" if len(text) > _MAX_SHOWN else "")
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown)
     return f"'{shown}'" if isinstance(value, str) else shown
 

@@ -116,10 +116,13 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     written = [sample.episode_tokens - sample.episode_sampled for sample in samples]
     at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
     counts = batch.stats.environment_counts
-    calls, forks, divergences, untrained = (counts.get(name, 0.0) for name in AGENT_COUNTS)
+    calls, forks, divergences, refusals, untrained = (
+        counts.get(name, 0.0) for name in AGENT_COUNTS
+    )
     agents = {
         "rollout/agent_forks_share": forks / max(calls, 1),
         "rollout/agent_divergences": divergences,
+        "rollout/agent_refusals": refusals,
         "rollout/agent_untrained_share": untrained / max(calls, 1),
     }
     return {
@@ -132,7 +135,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
         **{f"rollout/environment_errors_{kind}": float(n) for kind, n in errors.items()},
         "rollout/environment_tokens_share": sum(written)
         / max(sum(sample.episode_tokens for sample in samples), 1),
-        **(agents if calls else {}),
+        **(agents if calls or refusals else {}),
         **{
             f"rollout/environment_{name}_per_response": total / len(samples)
             for name, total in counts.items()

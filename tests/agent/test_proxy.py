@@ -134,6 +134,60 @@ async def test_the_responses_api_continues_its_own_items(
     assert len(session.record.sequences()) == 1
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("names", ["items", "response"])
+async def test_items_and_responses_are_known_by_their_ids(
+    renderer: ChatRenderer, names: str, streamed: bool
+) -> None:
+    policy = Policy(renderer, says(f"I add.{CALL}", "It is 2.", "Yes."))
+    tool: Any = {"type": "function", **TOOL["function"], "strict": False}  # type: ignore[dict-item]
+    asked: Any = {
+        "model": "m",
+        "tools": [tool],
+        "instructions": "Add.",
+        "text": {"verbosity": "low"},
+    }
+    async with served(renderer, policy.sample) as (session, sdk):
+
+        async def ask(items: list[Any], before: Any) -> Any:
+            fields = {"previous_response_id": before.id} if before and names == "response" else {}
+            if not streamed:
+                return await sdk.responses.create(**asked, input=items, **fields)
+            async with sdk.responses.stream(**asked, input=items, **fields) as stream:
+                return await stream.get_final_response()
+
+        async def play() -> list[str]:
+            response, history, ids = None, list[Any](), list[str]()
+            new: list[Any] = [{"role": "user", "content": "1+1?"}]
+            for _ in range(3):
+                history += new
+                response = await ask(new if names == "response" else history, response)
+                ids += [response.id, *(item.id for item in response.output)]
+                history += [{"type": "item_reference", "id": item.id} for item in response.output]
+                new = [
+                    {"type": "function_call_output", "call_id": item.call_id, "output": "2"}
+                    for item in response.output
+                    if item.type == "function_call"
+                ] or [{"role": "user", "content": "Sure?"}]
+            return ids
+
+        ids = await play()
+        assert len(ids) == 7
+        assert session.num_refusals == 0
+        await session.restart()
+        assert await play() == ids
+        with pytest.raises(
+            openai.BadRequestError, match=r"must have the id of .*, got 'msg_1'; send"
+        ):
+            await sdk.responses.create(**asked, input=[{"type": "item_reference", "id": "msg_1"}])
+        with pytest.raises(openai.BadRequestError, match="got 'resp_1'; send the whole"):
+            await sdk.responses.create(**asked, input="?", previous_response_id="resp_1")
+    assert len(policy.calls) == len(session.record.calls) == 3
+    [sequence] = sequences_of(session.record)
+    text = renderer.decode([*sequence.prompt.token_ids, *sequence.response_token_ids])
+    assert text.count("Add.") == text.count("1+1?") == text.count("Sure?") == 1
+
+
 async def test_a_client_that_times_out_and_tries_again_makes_one_call(
     renderer: ChatRenderer,
 ) -> None:
@@ -189,9 +243,11 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
         ({"n": 2}, "n: must be 1, got 2; every call is one turn of the policy"),
         ({"tool_choice": "required"}, "tool_choice: must be 'auto', got 'required'"),
         ({"response_format": {"type": "json_object"}}, "response_format: must be "),
-        ({"extra_body": {"min_p": 0.1}}, "min_p: must be left out, got 0.1"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p: must be 0, got 0.1"),
+        ({"extra_body": {"top_a": 0.1}}, "top_a: must be left out, got 0.1"),
         ({"messages": []}, "the body: 'messages' must have at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages: must hold"),
+        ({"tools": [{"type": "custom"}]}, "the body: 'tools[0].type' must be 'function', got 'cus"),
         ({"tools": [{"type": "function"}]}, "the body: 'tools[0].function' is missing"),
     ],
 )
@@ -217,8 +273,8 @@ async def test_sampling_parameters_are_overridden_where_the_run_says_so(
         await sdk.chat.completions.create(**ASKED, temperature=0, stop=["x"], top_p=0.1, seed=3)
         with pytest.raises(openai.BadRequestError, match="n: must be 1"):
             await sdk.chat.completions.create(**ASKED, n=2)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id: must be left out"):
-            await sdk.responses.create(model="m", input="1+1?", previous_response_id="resp_1")
+        with pytest.raises(openai.BadRequestError, match="conversation: must be left out"):
+            await sdk.responses.create(model="m", input="1+1?", conversation="conv_1")
     assert len(session.record.calls) == 1
 
 
@@ -245,7 +301,15 @@ async def test_an_unknown_key_a_huge_body_and_a_wrong_path_get_one_answer_each(
         ):
             assert reply.status == 400
             assert "not valid JSON" in (await reply.json())["error"]["message"]
+        headers = {"Authorization": f"bearer  {key}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            async with http.post(f"{url}/responses", data=b"[]") as reply:
+                error = (await reply.json())["error"]["message"]
+                assert error == "the body: must be an object, got []"
+            async with http.get(f"{url}/models/policy") as reply:
+                assert (await reply.json())["id"] == "policy"
     assert len(session.record.calls) == 1
+    assert session.num_refusals == 4  # all but the unknown key's
 
 
 async def test_equal_calls_in_flight_end_with_the_episode(renderer: ChatRenderer) -> None:
@@ -296,13 +360,15 @@ async def test_limits_of_calls_and_tokens_hold_over_all_branches(renderer: ChatR
     limits = SessionLimits(max_calls=3, max_tokens=25, max_prompt_tokens=100)
     async with served(renderer, policy.sample, limits=limits, max_retries=0) as (session, sdk):
         huge: Any = [{"role": "user", "content": "x" * 2_000_000}]
-        with pytest.raises(openai.APIStatusError, match="at most 1056576 bytes") as caught:
+        with pytest.raises(
+            openai.APIStatusError, match=r"at most .* context length is 125 tokens"
+        ) as caught:
             await sdk.chat.completions.create(model="m", messages=huge)
         assert caught.value.status_code == 413
         cut = await sdk.chat.completions.create(**ASKED, max_tokens=4)
         assert cut.choices[0].finish_reason == "length"
         assert session.ended_by is None
-        with pytest.raises(openai.BadRequestError, match="at most 100 tokens"):
+        with pytest.raises(openai.BadRequestError, match=r"context length is 100 tokens .*, got 2"):
             await sdk.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "x" * 200}]
             )
@@ -313,6 +379,7 @@ async def test_limits_of_calls_and_tokens_hold_over_all_branches(renderer: ChatR
         with pytest.raises(openai.BadRequestError, match="has had its 3 calls"):
             await sdk.chat.completions.create(**ASKED)
         assert session.ended_by is FinishReason.TURNS
+        assert session.num_refusals == 2
     assert session.record.num_tokens == 25
 
 
@@ -333,5 +400,7 @@ async def test_calls_at_the_same_time_share_what_is_left(renderer: ChatRenderer)
         await asyncio.gather(
             *(sdk.chat.completions.create(**ASKED) for _ in range(2)), return_exceptions=True
         )
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 30 tokens"):
+            await sdk.chat.completions.create(**ASKED)
     assert session.record.num_tokens == 30
     assert session.ended_by is FinishReason.LENGTH

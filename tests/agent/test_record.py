@@ -3,9 +3,11 @@
 import copy
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,20 @@ import pytest
 
 from bapo_megatron.agent.protocol import Answer, ChatRequest, ResponsesRequest
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.record import Call, Completion, Conversation, Record, call_rewards
+from bapo_megatron.data.record import (
+    Call,
+    Completion,
+    Conversation,
+    Record,
+    call_rewards,
+    checked_messages,
+)
 from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.types import FinishReason, Sample, VersionSpan
 from tests.agent.episodes import EOS, TOOL, make_renderer, sequences_of
 
 NUM_CALLS = 10_000
+NUMBERS = (7, 2.0, 2.5, -0.0, 1e22, 2**53 + 1, 2**60 + 1)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,7 @@ class World:
         self.seen: list[tuple[list[int], list[int], list[float]]] = []
         """Prompt, sampled tokens and log-probs of each call that trains, as the engine had them."""
         self.num_rewritten = 0
+        self.kinds = ["new", "go on", "go on", "go on", "branch", "compact", "rewrite"]
 
     def ask(self, messages: list[dict[str, Any]]) -> None:
         self.asked.append(copy.deepcopy(messages))
@@ -58,7 +69,9 @@ class World:
         prompt, version = call.prompt().tolist(), len(self.seen) // 100
         text = f"<think>{self.rng.random()}</think> {self.rng.randrange(100)}"
         if self.rng.random() < 0.4:
-            arguments = json.dumps({"a": self.rng.randrange(9), "b": "é"})
+            text = f"{self.rng.choice(('', 'So', 'x y '))}{text}\n<think> ?</think>z."
+        if self.rng.random() < 0.4:
+            arguments = json.dumps({"a": self.rng.choice(NUMBERS), "b": "é"})
             text += f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
         is_cut = self.rng.random() < 0.05
         [ids] = self.renderer.token_ids([text + EOS * (not is_cut)])
@@ -75,7 +88,7 @@ class World:
             self.seen.append((prompt, list(ids), logprobs.tolist()))
 
     def step(self) -> None:
-        kind = self.rng.choice(("new", "go on", "go on", "go on", "branch", "compact", "rewrite"))
+        kind = self.rng.choice(self.kinds)
         if kind == "new" or not self.histories:
             question = {"role": "user", "content": f"question {self.rng.random()}"}
             system = [{"role": "system", "content": "s"}] if self.rng.random() < 0.5 else []
@@ -97,21 +110,40 @@ class World:
     def as_a_client(self, message: dict[str, Any]) -> dict[str, Any]:
         """The same message, as a client sends it back."""
         message = {**message, "annotations": None}
-        if message["role"] == "assistant" and self.rng.random() < 0.5:
-            message["content"] = message["content"].rpartition("</think>")[2].strip()
+        if message["role"] == "assistant":
+            message["content"] = self.without_reasoning(message["content"])
         if message.get("content") == "":
             message["content"] = self.rng.choice((None, "", []))
         for call in message.get("tool_calls", ()):
-            arguments = json.loads(call["function"]["arguments"])
+            as_javascript = self.rng.choice((None, _javascript))
+            arguments = json.loads(
+                call["function"]["arguments"], parse_int=as_javascript, parse_float=as_javascript
+            )
             reordered = dict(reversed(arguments.items()))
             call["function"]["arguments"] = json.dumps(reordered, indent=self.rng.choice((1, None)))
         return message
+
+    def without_reasoning(self, content: str) -> str:
+        """A turn as clients send it back: as it was, or with its reasoning dropped or moved."""
+        texts = re.split(r"\s*<think>.*?</think>\s*", content)
+        thoughts = re.findall(r"<think>.*?</think>", content)
+        dropped = self.rng.choice(("", "\n", "\n\n")).join(texts)
+        apart = (piece for pair in zip(texts, [*thoughts, ""], strict=True) for piece in pair)
+        bare = re.sub(r"<think>.*?</think>", "", content)
+        in_front = "".join(thoughts).replace(">", ' signature="s">', 1) + dropped
+        return self.rng.choice((content, dropped, "\n\n".join(apart), bare, in_front))
 
     def answers(self, turn: dict[str, Any]) -> list[dict[str, Any]]:
         calls = turn.get("tool_calls")
         if not calls:
             return [{"role": "user", "content": f"and {self.rng.random()}?"}]
         return [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in calls]
+
+
+def _javascript(text: str) -> float:
+    """A number as JSON.parse and JSON.stringify make it: shortest digits, zeros after them."""
+    value = float(text)
+    return int(Decimal(repr(value))) if value.is_integer() else value
 
 
 def positions_of(
@@ -210,6 +242,60 @@ def test_rewards_of_calls_are_found_by_the_ids_of_their_responses() -> None:
             ValueError, match=r"^call_rewards must map ids of responses to numbers: "
         ):
             call_rewards({"call_rewards": rewards})
+@pytest.mark.parametrize(
+    "num_worlds", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
+)
+def test_no_client_that_moves_reasoning_or_rewrites_numbers_forks(
+    renderer: ChatRenderer, num_worlds: int
+) -> None:
+    for seed in range(num_worlds):
+        world = World(renderer, seed)
+        world.kinds.remove("rewrite")
+        for _ in range(20):
+            world.step()
+        check(world)
+        assert not any(call.is_fork for call in world.record.calls)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_equal"),
+    [
+        ("2.0", "2", True),
+        ("[9007199254740993]", "[9007199254740992]", True),
+        ("1e400", "null", True),
+        ("1" + "0" * 400, "null", True),
+        ("-0.0", "0", True),
+        ("2.5", "2", False),
+        ("1", "true", False),
+        ('"2.0"', '"2"', False),
+    ],
+)
+def test_arguments_are_equal_if_their_doubles_are(first: str, second: str, is_equal: bool) -> None:
+    keys = []
+    for value in (first, second):
+        function = {"name": "add", "arguments": f'{{"a": {value}}}'}
+        turn = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+        keys.append(Conversation(checked_messages([turn])).keys())
+    assert (keys[0] == keys[1]) is is_equal
+
+
+@pytest.mark.parametrize(
+    ("turn", "other", "is_equal"),
+    [
+        ("a <think>b</think>\nc", "a\n\nc", True),
+        ("b</think> c", "c", True),
+        ("b</think>c<think>d</think>e", "c e", True),
+        ("a<think>b</think>c", "c", False),
+        ("a<think>b", "a", False),
+        ("a b", "ab", True),
+    ],
+)
+def test_reasoning_anywhere_in_a_turn_is_left_out(turn: str, other: str, is_equal: bool) -> None:
+    keys = [
+        Conversation([{"role": "assistant", "content": text}]).keys(spaced=False)
+        for text in (turn, other)
+    ]
+    assert (keys[0] == keys[1]) is is_equal
 
 
 def _token(token_id: int, logprob: float, version: int, reason: FinishReason) -> Completion:
@@ -319,7 +405,7 @@ def test_items_of_responses_are_the_messages_of_chat_completions() -> None:
             "role": "assistant",
             "content": [{"type": "output_text", "text": "I add."}],
         },
-        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a":1.0}'},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
     ]
     chat = ChatRequest.model_validate({"messages": messages}).conversation()

@@ -212,14 +212,17 @@ async def test_rewards_of_calls_reach_the_turns_of_the_sample_and_survive_a_rest
     ("agent", "message"),
     [
         (fails, "^the body: 'messages' must have"),
-        (makes_no_call, r"^rollout\.agent: made no call .*OPENAI_API_KEY$"),
-        (only_judges, r"made no call that trains .*unmarked"),
+        (makes_no_call, r"made no call .*, or its client answers from a cache .*without a cache$"),
+        (only_judges, r"made no call that trains.*unmarked"),
         (rewards_another, r"call_rewards must have .* in 'u\w+\.0' \(prompt 'p:\d'\)$"),
-        (has_no_turn, r"made no call .*\(.* got HTTP 400: the body: 'messages' "),
+        (
+            has_no_turn,
+            r"had every call refused, 1 in all .*\(.* got HTTP 400: the body: 'messages' ",
+        ),
     ],
 )
 async def test_agents_that_fail_end_their_episodes_as_environments_do(
-    renderer: ChatRenderer, agent: Any, message: str
+    renderer: ChatRenderer, agent: Any, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scripted_agents(agent, renderer) as agents:
         setup = AgentSetup(renderer, agents, on_error="zero")
@@ -228,6 +231,9 @@ async def test_agents_that_fail_end_their_episodes_as_environments_do(
             assert sample.finish_reason is FinishReason.ENVIRONMENT
             assert (sample.num_sampled > 0) is (agent in (fails, rewards_another))
         assert setup.interaction.errors == {"error": 2}
+        num_refused = 2 if agent in (fails, has_no_turn) else 0
+        assert setup.interaction.counts["agent_refusals"] == num_refused
+        assert caplog.text.count("a call got HTTP 400: the body: 'messages'") == min(num_refused, 1)
         setup = AgentSetup(renderer, agents)
         with pytest.raises(EnvironmentFailedError, match=message):
             await setup.play()
@@ -257,3 +263,4 @@ async def test_an_agent_that_works_too_long_or_calls_too_often_is_ended(
             assert sample.finish_reason is FinishReason.TURNS
             assert len(sample.sequences) == 3
             assert sample.reward == 0.5
+        assert setup.interaction.counts["agent_refusals"] == 0  # a limit is no refusal

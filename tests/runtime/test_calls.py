@@ -101,6 +101,9 @@ def test_what_does_not_fit_is_refused_with_the_name_of_the_field() -> None:
     ("value", "shown"),
     [
         ("a\nb  c", "'a b c'"),
+        ("\n", r"'\n'"),
+        (" \t", r"' \t'"),
+        ("\nStop: ", r"'\nStop: '"),
         ("\x1b[31m\0\ud800 π", r"'\x1b[31m\x00\ud800 π'"),
         ({"a": [None, True, "b"]}, '{"a": [null, true, "b"]}'),
         ("x" * 80, f"'{'x' * 80}'"),

@@ -136,6 +136,18 @@ def test_episodes_are_measured_by_turns_by_what_was_written_and_by_kinds_of_erro
     assert not [name for name in none if "turn" in name or "environment" in name]
 
 
+@pytest.mark.parametrize(("calls", "refusals"), [(4.0, 3.0), (0.0, 2.0)])
+def test_refused_calls_of_agents_show_even_if_no_other_was_made(
+    calls: float, refusals: float
+) -> None:
+    batch = _episodes(errors={})
+    counts = {"agent_calls": calls, "agent_forks": calls / 4, "agent_refusals": refusals}
+    values = values_of(replace(batch, stats=replace(batch.stats, environment_counts=counts)))
+    assert values["rollout/agent_refusals"] == refusals
+    assert values["rollout/agent_forks_share"] == (0.25 if calls else 0.0)
+    assert not [name for name in values if name.startswith("rollout/environment_agent")]
+
+
 def test_rewards_lengths_ages_and_throughput_count_groups_samples_and_sampled_tokens() -> None:
     plain, episodes = _batch(), _episodes(errors={})
     for batch in (plain, episodes):
