@@ -242,6 +242,8 @@ def test_rewards_of_calls_are_found_by_the_ids_of_their_responses() -> None:
             ValueError, match=r"^call_rewards must map ids of responses to numbers: "
         ):
             call_rewards({"call_rewards": rewards})
+
+
 @pytest.mark.parametrize(
     "num_worlds", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.exhaustive])]
 )
