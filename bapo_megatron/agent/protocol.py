@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.record import Call, Conversation, checked_messages
-from bapo_megatron.data.tools import Message
+from bapo_megatron.data.tools import Message, ToolCall
 from bapo_megatron.runtime.calls import describe_invalid, shown_value
 from bapo_megatron.types import FinishReason
 
@@ -26,6 +27,7 @@ _IGNORED = frozenset(
         *("user", "metadata", "store", "seed", "service_tier", "safety_identifier", "verbosity"),
         *("prompt_cache_key", "prompt_cache_retention", "reasoning", "reasoning_effort"),
         *("include", "truncation", "background", "stream_options", "model", "max_tool_calls"),
+        *("thinking", "cache_control"),
     )
 )
 """Fields that do not change what is sampled."""
@@ -36,7 +38,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "stop": ([], ""),
-    "tool_choice": ("auto",),
+    "stop_sequences": ([],),
+    "tool_choice": ("auto", {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "text": ({"format": {"type": "text"}}, {}),
@@ -98,7 +101,9 @@ class SamplingRules:
             raise RefusalError(f"{name}: {rule}, got {shown_value(value)}; {remedy}")
 
 
-class _Request(BaseModel):
+class Request(BaseModel):
+    """What requests of all protocols share."""
+
     model_config = ConfigDict(extra="allow")
 
     stream: bool | None = None
@@ -135,7 +140,7 @@ class _ResponsesTool(_Function, _Tool):  # its type is checked first
     pass
 
 
-class ChatRequest(_Request):
+class ChatRequest(Request):
     """``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -151,14 +156,14 @@ class ChatRequest(_Request):
     def conversation(self) -> Conversation:
         """Return messages and tools; ``RefusalError`` for messages of another form."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Conversation(_checked(self.messages), tools)
+        return Conversation(checked(self.messages), tools)
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) and value else value
 
 
-class ResponsesRequest(_Request):
+class ResponsesRequest(Request):
     """``POST /v1/responses``."""
 
     input: Annotated[list[dict[str, Any]], BeforeValidator(_as_items)] = Field(min_length=1)
@@ -175,11 +180,15 @@ class ResponsesRequest(_Request):
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
             _add_item(messages, item)
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
-            for tool in self.tools or ()
-        ]
-        return Conversation(_checked(messages), tools)
+        return Conversation(checked(messages), schemas(self.tools or ()))
+
+
+def schemas(tools: Sequence[BaseModel]) -> list[dict[str, Any]]:
+    """Return the JSON schemas of tools that have a type of their protocol beside these fields."""
+    return [
+        {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
+        for tool in tools
+    ]
 
 
 @dataclass(slots=True)
@@ -256,7 +265,8 @@ def _text_parts(content: Any) -> Any:
     ]
 
 
-def _checked(messages: Sequence[Any]) -> list[Message]:
+def checked(messages: Sequence[Any]) -> list[Message]:
+    """Return messages in the form of the record; ``RefusalError`` for others."""
     try:
         return checked_messages(messages)
     except ValueError as error:
@@ -273,14 +283,14 @@ class Answer:
 
     @classmethod
     def of(cls, call: Call, conversation: Conversation, renderer: ChatRenderer) -> Self:
-        """Decode a finished call; a turn with a call that cannot be parsed is plain text.
+        """Decode a finished call; a turn with a call that a client cannot parse is plain text.
 
         Ids of tool calls depend on the conversation alone, so that they repeat.
         """
         token_ids = call.turn.token_ids.tolist()
         calls = renderer.calls(token_ids, conversation.tools) if conversation.tools else ()
         message: Message = {"role": "assistant"}
-        if not calls or any(tool_call.error for tool_call in calls):
+        if not calls or any(map(_is_unreadable, calls)):
             content = renderer.decode(token_ids, skips_special=True)
             return cls(call, {**message, "content": content})
         key, _, number = call.name.partition(".")
@@ -291,7 +301,6 @@ class Answer:
                 "type": "function",
                 "function": {
                     "name": tool_call.name,
-                    # In ASCII: clients cannot encode half of a surrogate pair.
                     "arguments": json.dumps(tool_call.arguments),
                 },
             }
@@ -428,6 +437,15 @@ class Answer:
             for call in self.tool_calls
         ]
         return items
+
+
+def _is_unreadable(call: ToolCall) -> bool:
+    """Whether clients' JSON parsers refuse a call: half surrogate pairs, Infinity, depth 200."""
+    try:
+        from_json(json.dumps(call.arguments), allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        return True
+    return bool(call.error)
 
 
 MODEL_FIELDS = {"id": MODEL, "object": "model", "created": 0, "owned_by": "bapo_megatron"}

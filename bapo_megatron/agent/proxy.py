@@ -21,6 +21,8 @@ from typing import Any
 
 from aiohttp import web
 
+from bapo_megatron.agent import messages
+from bapo_megatron.agent.messages import MessagesRequest
 from bapo_megatron.agent.protocol import (
     MODEL_FIELDS,
     Answer,
@@ -54,6 +56,7 @@ _LIMIT = "episode_limit"
 _CONTEXT = "This model's maximum context length is"
 """What clients look for in refusals, to try no such request again."""
 _LOG = logging.getLogger(__name__)
+_MESSAGES = "/v1/messages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def _unfinished(calls: Iterable[Call], new: Call) -> list[Call]:
 
 
 class Proxy:
-    """Serves the OpenAI protocol to agents."""
+    """Serves the protocols of OpenAI and Anthropic to agents."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -284,6 +287,8 @@ class Proxy:
         app.router.add_get("/v1/models/{name:.+}", self._models)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post(_MESSAGES, self._messages)
+        app.router.add_post(f"{_MESSAGES}/count_tokens", self._count_tokens)
         return app
 
     @web.middleware
@@ -291,7 +296,8 @@ class Proxy:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        key = request.headers.get("x-api-key", key if scheme.lower() == "bearer" else "")
+        session = self._sessions.get(key.strip())
         if session is not None:
             request[_SESSION] = session
         try:
@@ -305,8 +311,8 @@ class Proxy:
     def _session(self, request: web.Request) -> Session:
         if _SESSION not in request:
             raise RefusalError(
-                "Authorization: must be the key of an episode in progress; use OPENAI_API_KEY, "
-                "and end with the episode",
+                "Authorization or x-api-key: must be the key of an episode in progress; use "
+                "OPENAI_API_KEY, and end with the episode",
                 401,
                 "invalid_api_key",
             )
@@ -332,10 +338,38 @@ class Proxy:
             return web.json_response(noted(await asyncio.shield(turn)).response())
         return await _stream(request, turn, lambda answer: noted(answer).response_events())
 
-    async def _ask[AskedT: (ChatRequest, ResponsesRequest)](
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        asked, turn = await self._ask(request, MessagesRequest)
+        if not asked.stream:
+            return web.json_response(messages.message(await asyncio.shield(turn)))
+        return await _stream(request, turn, messages.message_events)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        """Count the tokens of a conversation as if none of it were recorded: an estimate."""
+        asked = (await self._read(request, MessagesRequest)).conversation()
+        try:
+            tokens = request[_SESSION].renderer.conversation(asked.messages, asked.tools)
+        except ValueError as error:
+            raise RefusalError(f"messages: {error}") from error
+        return web.json_response({"input_tokens": len(tokens)})
+
+    async def _ask[AskedT: (ChatRequest, ResponsesRequest, MessagesRequest)](
         self, request: web.Request, kind: type[AskedT]
     ) -> tuple[AskedT, asyncio.Task[Answer]]:
         """Read a request; return it, and the task of its turn."""
+        asked = await self._read(request, kind)
+        if (train := request.headers.get(_TRAIN, "true")) not in ("true", "false"):
+            raise RefusalError(f"{_TRAIN}: must be true or false, got {shown_value(train)}")
+        conversation = replace(asked.conversation(), is_trained=train == "true")
+        content = f"{request.path} {train}".encode() + await request.read()
+        digest = hashlib.blake2b(content).hexdigest()
+        is_retry = request.headers.get(_RETRIES, "0") != "0"
+        session = request[_SESSION]
+        return asked, session.turn(conversation, asked.limit, digest, is_retry=is_retry)
+
+    async def _read[AskedT: (ChatRequest, ResponsesRequest, MessagesRequest)](
+        self, request: web.Request, kind: type[AskedT]
+    ) -> AskedT:
         session, content = self._session(request), await request.read()
         asked, limits = kind.read(content), session.limits
         max_tokens = limits.max_prompt_tokens + limits.max_tokens
@@ -350,14 +384,9 @@ class Proxy:
                 "tools: must be left out with rollout.tool_format=none; set it to the model's "
                 "format"
             )
-        if (train := request.headers.get(_TRAIN, "true")) not in ("true", "false"):
-            raise RefusalError(f"{_TRAIN}: must be true or false, got {shown_value(train)}")
         if isinstance(asked, ResponsesRequest):
             session.responses.resolve(asked)
-        conversation = replace(asked.conversation(), is_trained=train == "true")
-        digest = hashlib.blake2b(f"{request.path} {train}".encode() + content).hexdigest()
-        is_retry = request.headers.get(_RETRIES, "0") != "0"
-        return asked, session.turn(conversation, asked.limit, digest, is_retry=is_retry)
+        return asked
 
 
 async def _stream(
@@ -383,11 +412,12 @@ async def _stream(
             if not response.prepared:
                 raise
             request[_SESSION].note_refusal(error)
-            events = [error.content]
+            events = [_error(request, error)]
         for event in events:
             kind = f"event: {event['type']}\n" if "type" in event else ""
             await send(f"{kind}data: {json.dumps(event)}\n\n".encode())
-        await send(b"data: [DONE]\n\n")
+        if request.path != _MESSAGES:
+            await send(b"data: [DONE]\n\n")
         await response.write_eof()
     except (ConnectionError, TimeoutError):  # nobody reads it; the call stays recorded
         if request.transport is not None:
@@ -407,8 +437,13 @@ async def _refusals_as_json(
         refusal = RefusalError(f"the body {limit}; shorten the messages", 413, "request_too_large")
     except web.HTTPException as error:
         place = f"{request.method} {shown_value(request.path)}: {error.reason}"
-        remedy = "use /v1/chat/completions, /v1/responses or /v1/models"
+        remedy = "use /v1/chat/completions, /v1/responses, /v1/messages or /v1/models"
         refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
     if _SESSION in request:
         request[_SESSION].note_refusal(refusal)
-    return web.json_response(refusal.content, status=refusal.status)
+    return web.json_response(_error(request, refusal), status=refusal.status)
+
+
+def _error(request: web.Request, refusal: RefusalError) -> dict[str, Any]:
+    is_messages = request.path.startswith(_MESSAGES)
+    return messages.error(refusal) if is_messages else refusal.content

@@ -65,6 +65,7 @@ class Worker:
             server = await asyncio.start_server(self._forward, "127.0.0.1", 0, backlog=_BACKLOG)
             self._base_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
         os.environ["OPENAI_BASE_URL"] = self._base_url
+        os.environ["ANTHROPIC_BASE_URL"] = self._base_url[: -len("/v1")]  # its SDK adds /v1
         if "function" in self._options:
             try:
                 self._function = _loaded(self._options["function"])
@@ -113,7 +114,7 @@ class Worker:
                 self._options["command"],
                 stdin=source,
                 stdout=output,
-                env={**os.environ, "OPENAI_API_KEY": key},
+                env={**os.environ, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key},
                 start_new_session=True,
             )
             waiting = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)

@@ -121,7 +121,10 @@ def looks_around(task: dict[str, Any], base_url: str, api_key: str) -> Any:
 def main(name: str) -> None:
     """One of these functions as a command, with the standard library alone."""
     task = json.loads(sys.stdin.readline())
-    result = globals()[name](task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+    base_url, api_key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == base_url
+    assert os.environ["ANTHROPIC_API_KEY"] == api_key
+    result = globals()[name](task, base_url, api_key)
     sys.stdout.write("some output\n")
     sys.stdout.write(json.dumps(result) + "\n")
 
