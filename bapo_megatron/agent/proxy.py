@@ -49,6 +49,8 @@ _SEND_S = 60.0
 """A client that does not read its answer for this long is gone; the call stays recorded."""
 _EXIT_S = 1.0
 """Time for answers on their way when the server closes."""
+_INSISTS_S = 10.0
+"""An agent that is refused for a limit, and again so much later, does not end by itself."""
 _RETRIES = "x-stainless-retry-count"
 _TRAIN = "X-Bapo-Train"
 _LIMIT = "episode_limit"
@@ -91,6 +93,8 @@ class Session:
     responses: Responses = field(default_factory=Responses)
     failure: asyncio.Future[None] = field(init=False)
     """Fails with what ``sample`` raises."""
+    insistence: asyncio.Future[None] = field(init=False)
+    """Done once the agent goes on to make calls that its limit refuses."""
     _turns: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
     """The latest turn for each body, unless it was refused."""
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
@@ -101,9 +105,12 @@ class Session:
     _num_waiting: int = 0
     _own_s: float = 0.0
     _since_s: float = math.inf
+    _refused_s: float = math.inf
+    """When the agent was first refused a call after its limit."""
 
     def __post_init__(self) -> None:
-        self.failure = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.failure, self.insistence = loop.create_future(), loop.create_future()
 
     @property
     def own_s(self) -> float:
@@ -135,15 +142,21 @@ class Session:
 
     def note_refusal(self, refusal: RefusalError) -> None:
         """Keep and count what the agent was told in place of a turn."""
-        if not self._is_closed:
-            self.last_refusal = f"HTTP {refusal.status}: {refusal}"
-            self.num_refusals += refusal.code != _LIMIT
+        if self._is_closed:
+            return
+        self.last_refusal = f"HTTP {refusal.status}: {refusal}"
+        self.num_refusals += refusal.code != _LIMIT
+        if self.ended_by is not None:
+            self._refused_s = min(self._refused_s, time.monotonic())
+            is_late = time.monotonic() >= self._refused_s + _INSISTS_S
+            if is_late and not self.insistence.done():
+                self.insistence.set_result(None)
 
     async def restart(self) -> None:
         """End every turn; the agent runs again, and the record answers what it asked before."""
         await self._end_turns()
         self._turns.clear()
-        self.last_refusal, self.num_refusals = "", 0
+        self.last_refusal, self.num_refusals, self._refused_s = "", 0, math.inf
         self.record.restart()
 
     async def close(self) -> None:
@@ -151,6 +164,7 @@ class Session:
         self._is_closed = True
         await self._end_turns()
         self.failure.cancel()
+        self.insistence.cancel()
 
     async def _end_turns(self) -> None:
         tasks = list(self._tasks)

@@ -1,15 +1,18 @@
 """Runs the agents of ``rollout.agent``: functions in worker processes, or commands.
 
 Outside a sandbox one worker runs all commands. In sandboxes each command has a worker of its own,
-which reaches the proxy through its socket, bound into the sandbox, and nothing else.
+which reaches the proxy through its socket, bound into the sandbox, and nothing else. With
+``agent_limits.isolation: episode`` every episode has one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
+import logging
 import os
 import resource
 import secrets
@@ -43,6 +46,7 @@ _MAX_FILES = 1 << 14
 _MORE_THREADS = 64
 """Threads and processes of a function's worker beside those of its episodes."""
 _EXIT_S = 2.0
+_LOG = logging.getLogger(__name__)
 
 
 def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
@@ -53,12 +57,16 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(names, hosts)
 
 
+_AS_YOU = (
+    "programs of the policy that it starts could read your files and change this run, unless it "
+    "runs them in a sandbox (docs/security.md)"
+)
 OnWait = Callable[[bool], None]
 """Learns at once that an agent must wait for others (True), and that it starts (False)."""
 
 
 class AgentLostError(EnvironmentFailedError):
-    """The worker of an agent ended."""
+    """The worker of an agent ended, or its command was killed."""
 
 
 class _GoneError(Exception):
@@ -77,6 +85,7 @@ class _Host:
         self._reader = reader
         self._write = write
         self._end = end
+        self._secret = secrets.token_hex(16)
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -91,10 +100,10 @@ class _Host:
 
     async def start(self, options: Mapping[str, Any]) -> str:
         """Send the options; return what is wrong, if anything."""
-        self._send(options)
+        self._send({**options, "secret": self._secret})
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
-                message = await read_message(self._reader)
+                message = await self._receive()
         except TimeoutError:
             return f"its process was not ready within {_START_TIMEOUT_S:g} s"
         if message is None:
@@ -124,13 +133,18 @@ class _Host:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        while (message := await read_message(self._reader)) is not None:
+        while (message := await self._receive()) is not None:
             reply = self._replies.get(message["id"])
             if reply is not None and not reply.done():
                 reply.set_result(message)
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(_GoneError())
+
+    async def _receive(self) -> dict[str, Any] | None:
+        """Return the next reply; None at the end, or if something else wrote to the pipe."""
+        message = await read_message(self._reader) or {}
+        return message if message.pop("secret", "") == self._secret else None
 
     def _send(self, message: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError, RuntimeError):  # it has ended, which the reader notices
@@ -147,13 +161,21 @@ class AgentRunner:
         self._proxy = proxy
         self._label = f"rollout.agent: '{config.environment_name}'"
         limits = config.agent_limits
+        self._is_private = limits.isolation == "episode" or bool(
+            config.agent_command and config.agent_sandbox
+        )
+        """Whether each episode has a worker of its own."""
         self._num_free = limits.episodes * limits.workers
-        if config.agent_command:
+        if config.agent_command or self._is_private:
             self._num_free = limits.commands
+        self._places = asyncio.Semaphore(limits.commands)
+        """Of workers that have one episode."""
         self._queue: deque[tuple[asyncio.Future[None], OnWait]] = deque()
         self._num_workers = 1 if config.agent_command else limits.workers
-        self._hosts: dict[_Host, None] = {}
-        """Workers that were not closed, the oldest first."""
+        self._hosts: set[_Host] = set()
+        """Workers that were not closed."""
+        self._shared: list[_Host] = []
+        """Those of them that run any episode, the oldest first."""
         self._starting = asyncio.Lock()
         self._sandbox: BubblewrapSandbox | None = None
         self._thread = ThreadPoolExecutor(1)  # sandboxes end with the thread that starts them
@@ -173,7 +195,7 @@ class AgentRunner:
             known = map(str, config.agent_sandbox.read_only)
             read_only = tuple(map(Path, dict.fromkeys([*known, *places])))
             changes: dict[str, Any] = {"read_only": read_only}
-            if not command:  # one that blocks takes a thread for each episode
+            if not (command or self._is_private):  # an episode that blocks takes a thread
                 needed = min(config.agent_limits.episodes + _MORE_THREADS, MAX_PROCESSES)
                 changes["processes"] = max(config.agent_sandbox.processes, needed)
             settings = SandboxConfig(**{**dict(config.agent_sandbox), **changes})
@@ -185,25 +207,34 @@ class AgentRunner:
             raise self._error(
                 f"no such program '{command[0]}', and not package.module:function; correct it"
             )
-        host = await self._host()
+        if config.agent_sandbox is None:
+            _warn_once(f"{self._label} runs as you (agent_sandbox=null): {_AS_YOU}")
         if self._is_private:
-            await self._close(host)
+            await self._close(await self._start())
+        else:
+            await self._host()
 
-    async def run(self, task: Mapping[str, Any], key: str, on_wait: OnWait) -> Any:
+    async def run(
+        self, task: Mapping[str, Any], key: str, on_wait: OnWait, *, is_alone: bool = False
+    ) -> Any:
         """Run an agent to its end; return its JSON value. Cancelling this ends the agent.
+
+        ``is_alone``: in a worker without other episodes, so that its end is this one's doing.
 
         Raises:
             EnvironmentFailedError: The agent failed.
-            AgentLostError: Its worker ended, perhaps for another agent's reason.
+            AgentLostError: It was killed, or its worker ended, perhaps for another's reason.
         """
         place = f"prompt '{task['prompt_id']}'"
         await self._enter(on_wait)
         try:
-            reply = await self._play(task, key)
+            reply = await self._play(task, key, is_private=is_alone or self._is_private)
         except _GoneError as error:
-            raise self._failed(f"ended its process ({place})", AgentLostError) from error
+            raise self._lost(f"ended its process ({place})") from error
         finally:
             self._leave()
+        if "is_killed" in reply:
+            raise self._lost(f"was killed: {reply['error']} ({place})")
         if "error" in reply:
             raise self._failed(f"failed: {reply['error']} ({place})")
         try:
@@ -220,11 +251,6 @@ class AgentRunner:
         if self._sandbox is not None:
             self._sandbox.close()
         await asyncio.to_thread(kill_marked, _MARK, self._mark)
-
-    @property
-    def _is_private(self) -> bool:
-        """Whether each episode has a worker of its own."""
-        return self._sandbox is not None and bool(self._config.agent_command)
 
     async def _enter(self, on_wait: OnWait) -> None:
         if self._num_free and not self._queue:
@@ -251,24 +277,26 @@ class AgentRunner:
                 return
         self._num_free += 1
 
-    async def _play(self, task: Mapping[str, Any], key: str) -> dict[str, Any]:
-        host = await self._host()
-        try:
-            return await host.play(task, key)
-        finally:
-            if self._is_private:
+    async def _play(self, task: Mapping[str, Any], key: str, *, is_private: bool) -> dict[str, Any]:
+        if not is_private:
+            return await (await self._host()).play(task, key)
+        async with self._places:
+            host = await self._start()
+            try:
+                return await host.play(task, key)
+            finally:
                 await self._close(host)
 
     async def _host(self) -> _Host:
-        """Return a worker that is running: a new one, or the one with the fewest agents."""
-        if self._is_private:
-            return await self._start()
+        """Return a shared worker: a new one, or the one with the fewest agents."""
         async with self._starting:
-            for host in [host for host in self._hosts if host.is_gone]:
+            for host in [host for host in self._shared if host.is_gone]:
+                self._shared.remove(host)
                 await self._close(host)
-            if len(self._hosts) < self._num_workers:
-                return await self._start()
-        return min(self._hosts, key=lambda host: host.num_running)
+            if len(self._shared) < self._num_workers:
+                self._shared.append(await self._start())
+                return self._shared[-1]
+        return min(self._shared, key=lambda host: host.num_running)
 
     async def _start(self) -> _Host:
         config = self._config
@@ -284,7 +312,7 @@ class AgentRunner:
             mark = f"{self._mark}{next(self._numbers)}."  # a worker ends what has its mark
             host = await self._unconfined(mark)
             options |= {"base_url": self._proxy.base_url, "parent": os.getpid(), "mark": mark}
-        self._hosts[host] = None
+        self._hosts.add(host)
         try:
             if problem := await host.start(options):
                 key, python = "rollout.agent_python", config.agent_python or sys.executable
@@ -349,14 +377,21 @@ class AgentRunner:
         return _Host(reader, writing.write, end)
 
     async def _close(self, host: _Host) -> None:
-        self._hosts.pop(host, None)
+        self._hosts.discard(host)
         await host.close()
 
     def _error(self, text: str) -> RolloutError:
         return RolloutError(f"{self._label} {text}")
 
-    def _failed(
-        self, text: str, kind: type[EnvironmentFailedError] = EnvironmentFailedError
-    ) -> EnvironmentFailedError:
+    def _failed(self, text: str) -> EnvironmentFailedError:
         remedy = "correct it, or set rollout.episodes.on_error=zero"
-        return kind(f"{self._label} {text}; {remedy}", "error")
+        return EnvironmentFailedError(f"{self._label} {text}; {remedy}", "error")
+
+    def _lost(self, text: str) -> AgentLostError:
+        remedy = "see whether a program that it ran, or a lack of memory, ended it"
+        return AgentLostError(f"{self._label} {text}; {remedy}", "lost")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _LOG.warning(text)

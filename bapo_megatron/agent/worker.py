@@ -4,11 +4,12 @@ Its text is a program: ``python -c TEXT``, or the first frame of a sandbox. It r
 lines of JSON. The first one has options: ``function`` (``module:function``) or ``command`` (words),
 ``path`` (directories of modules, the first to work in), the proxy's ``base_url`` or the ``socket``
 on which it listens, to which a port of this network namespace is then forwarded, ``mark`` and
-``parent``. Then
+``parent``, and ``secret``, which every reply repeats, because a sandbox's other processes may write
+to its output. Then
 
     ← {"ready": true}, or {"error": "…"} if the function cannot be loaded
     → {"id": 1, "task": {…}, "key": "sk-…"}        start an episode
-    ← {"id": 1, "result": …} or {"id": 1, "error": "…"}
+    ← {"id": 1, "result": …} or {"id": 1, "error": "…"}, with "is_killed" after a signal
     → {"cancel": 1}                                end it
 
 When its input closes or its parent dies, every process with its mark ends with it.
@@ -25,9 +26,9 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from typing import Any, BinaryIO
 
 _MARK = "BAPO_MEGATRON_AGENT"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _LOG = "logs/collector.log"
 _MAX_LINE = 64 << 20
 _MAX_ERROR = 300
@@ -45,6 +47,11 @@ _MAX_THREADS = 4096
 """A function that waits for a turn has a thread, and so has a command."""
 _STACK_BYTES = 2 << 20
 _BACKLOG = 4096
+_CHUNK_BYTES = 1 << 16
+
+
+class _KilledError(Exception):
+    """A command was ended by a signal, which a program that it ran may have sent."""
 
 
 class Worker:
@@ -53,6 +60,7 @@ class Worker:
     def __init__(self, options: dict[str, Any], output: BinaryIO) -> None:
         self._options = options
         self._output = output
+        self._secret = options.pop("secret", "")
         self._base_url = options.get("base_url", "")
         self._function: Any = None
         self._tasks: dict[int, asyncio.Future[None]] = {}
@@ -100,31 +108,43 @@ class Worker:
                 call = functools.partial(self._function, task, self._base_url, key)
                 result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
             self._send({"id": number, "result": result})
+        except _KilledError as error:
+            self._send({"id": number, "error": str(error), "is_killed": True})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the agent's own
             traceback.print_exception(type(error), error, error.__traceback__)
             self._send({"id": number, "error": _shown(error)})
 
     async def _run_command(self, task: dict[str, Any], key: str) -> Any:
         """Return the JSON value in the last line of a command's output; null without a line."""
-        # Files, not pipes: what a command leaves behind would keep a pipe open.
-        with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as output:
-            source.write(json.dumps(task).encode() + b"\n")
-            source.seek(0)
+        # Sockets: a command's children can open its pipes and files again, through /proc.
+        loop, output = asyncio.get_running_loop(), bytearray()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
             process = subprocess.Popen(
                 self._options["command"],
-                stdin=source,
-                stdout=output,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 env={**os.environ, "OPENAI_API_KEY": key, "ANTHROPIC_API_KEY": key},
                 start_new_session=True,
             )
-            waiting = asyncio.get_running_loop().run_in_executor(self._threads, process.wait)
+            theirs.close()
+            loop.add_reader(ours, lambda: _take(ours, output) or loop.remove_reader(ours))
+            writing = asyncio.ensure_future(_write(ours, json.dumps(task).encode() + b"\n"))
             try:
-                status = await waiting
+                status = await loop.run_in_executor(self._threads, process.wait)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # all of it, or what it left behind
-            output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_RESULT))
-            lines = output.read().decode(errors="replace").strip().splitlines()
+                loop.remove_reader(ours)
+                writing.cancel()
+                await asyncio.gather(writing, return_exceptions=True)  # before the socket closes
+            for _ in range(_MAX_RESULT // _CHUNK_BYTES):  # more than a socket holds
+                if not _take(ours, output):
+                    break
+        lines = output.decode(errors="replace").strip().splitlines()
+        if status < 0 or status > 128:  # as shells report it
+            raise _KilledError(f"exit status {status}, by a signal")
         if status != 0:
             raise RuntimeError(f"exit status {status}; its standard error is in {_LOG}")
         try:
@@ -142,12 +162,30 @@ class Worker:
         await asyncio.gather(_copy(reader, proxy[1]), _copy(proxy[0], writer))
 
     def _send(self, message: dict[str, Any]) -> None:
+        message["secret"] = self._secret
         content = json.dumps(message).encode()
         if len(content) > _MAX_RESULT:
             error = f"returned {len(content)} bytes of JSON; return at most {_MAX_RESULT}"
-            content = json.dumps({"id": message["id"], "error": error}).encode()
+            content = json.dumps({**message, "result": None, "error": error}).encode()
         self._output.write(content + b"\n")
         self._output.flush()
+
+
+def _take(connection: socket.socket, output: bytearray) -> int:
+    """Read what a socket holds, keeping the last bytes; return 0 at its end, or if it is empty."""
+    try:
+        part = connection.recv(_CHUNK_BYTES)
+    except OSError:
+        return 0
+    output += part
+    del output[:-_MAX_RESULT]
+    return len(part)
+
+
+async def _write(connection: socket.socket, content: bytes) -> None:
+    with contextlib.suppress(OSError):  # the command does not read it
+        await asyncio.get_running_loop().sock_sendall(connection, content)
+        connection.shutdown(socket.SHUT_WR)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -168,12 +206,20 @@ def _loaded(name: str) -> Any:
     return function
 
 
-def _detach(pipes: list[BinaryIO]) -> None:
-    """Have a forked child neither keep the pipes open nor use them."""
+def _detach(pipes: list[BinaryIO], has_mark: bool) -> None:
+    """Have a forked child neither keep the pipes open nor use them.
+
+    Where marks end processes, that of the child must be readable, as its parent's is not.
+    """
+    _prctl(_PR_SET_DUMPABLE, int(has_mark))
     null = os.open(os.devnull, os.O_RDWR)
     while pipes:  # in its own children these descriptors may be other files
         os.dup2(null, pipes.pop().fileno(), inheritable=False)
     os.close(null)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _shown(error: BaseException) -> str:
@@ -197,18 +243,21 @@ async def main() -> None:
     source, output = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    os.register_at_fork(after_in_child=functools.partial(_detach, [source, output]))
     requests = asyncio.StreamReader(limit=_MAX_LINE)
     protocol = asyncio.StreamReaderProtocol(requests)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
     options = json.loads(await requests.readline() or "{}")
     mark = options.get("mark", "")
+    # Programs that agents start can neither read the memory of this process nor change it.
+    _prctl(_PR_SET_DUMPABLE, 0)
+    detach = functools.partial(_detach, [source, output], bool(mark))
+    os.register_at_fork(after_in_child=detach)
     for number in (signal.SIGINT, signal.SIGUSR1):  # the owner decides when agents end
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: _end(mark))
     if "parent" in options:
         # A signal, because an agent may keep the event loop from noticing the end of the input.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != options["parent"]:
             _end(mark)
     sys.path[:0] = options["path"]

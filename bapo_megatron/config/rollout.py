@@ -232,9 +232,13 @@ class AgentLimitsConfig(Section):
     """Time limit of an agent's own work in an episode, without its waits for turns; an agent that
     exceeds it has failed."""
     commands: int = Field(16, ge=1, le=MAX_WORKERS)
-    """Maximum number of commands at a time; further episodes wait."""
+    """Maximum number of commands, or of episodes with workers of their own, at a time; further
+    episodes wait."""
+    isolation: Literal["worker", "episode"] = "worker"
+    """Episodes of a function share a ``worker``, or each ``episode`` has one, with a sandbox: for
+    agents that run programs of the policy. A command in a sandbox always has its own."""
     workers: int = Field(1, ge=1, le=MAX_WORKERS)
-    """Processes that run a function."""
+    """Processes that run a function, with ``isolation: worker``."""
     episodes: int = Field(256, ge=1, le=MAX_WORKERS)
     """Maximum number of episodes at a time in each of them; further episodes wait. The openai SDK's
     client has 1000 connections; lower this if an episode makes several calls at once."""
@@ -297,6 +301,9 @@ class RolloutConfig(Section):
     not."""
     agent_sampling: Literal["refuse", "override"] = "refuse"
     """What happens to requests whose sampling parameters are not the run's."""
+    agent_gets_answer: bool | None = None
+    """Whether an agent's task has ``answer``. Null: a function's only, because programs that a
+    command starts can read its memory."""
     agent_limits: AgentLimitsConfig = AgentLimitsConfig()
     tool_format: Literal["none", "hermes", "llama3"] = "none"
     """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``; the chat template
@@ -422,6 +429,12 @@ class RolloutConfig(Section):
         if self.agent is None or is_named_object(self.agent):
             return ()
         return tuple(shlex.split(self.agent))
+
+    @property
+    def agent_has_answer(self) -> bool:
+        """Whether an agent's task has ``answer``."""
+        gets_it = self.agent_gets_answer
+        return not self.agent_command if gets_it is None else gets_it
 
     @model_validator(mode="after")
     def _tools_have_a_format_and_an_owner(self) -> Self:

@@ -110,8 +110,8 @@ class UserEnvironment(Protocol):
 class EnvironmentFailedError(RolloutError):
     """An environment failed in one episode; the message is one line with a remedy."""
 
-    def __init__(self, message: str, kind: Literal["error", "timeout", "tokens"]) -> None:
+    def __init__(self, message: str, kind: Literal["error", "timeout", "tokens", "lost"]) -> None:
         super().__init__(message)
         self.kind = kind
         """``timeout``: it exceeded ``rollout.episodes.step_timeout_s``. ``tokens``: its answer
-        cannot be used as tokens. ``error``: everything else."""
+        cannot be used as tokens. ``lost``: an agent was killed. ``error``: everything else."""

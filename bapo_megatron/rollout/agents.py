@@ -53,19 +53,17 @@ class Agents:
 
         Raises:
             EnvironmentFailedError: The agent failed, before it met a limit of calls or tokens.
+                Its kind is "lost" if its worker ended twice, the second time without others.
             RolloutError: A call could not be sampled.
         """
         with self.proxy.admitted(session) as key:
-            task = _task(prompt, seed)
+            task = self._task(prompt, seed)
             playing = asyncio.create_task(self._run(session, task, key, on_wait))
             timing = asyncio.create_task(self._time_out(session))
             try:
-                await asyncio.wait(
-                    [playing, timing, session.failure], return_when=asyncio.FIRST_COMPLETED
-                )
-                if session.failure.done():
-                    session.failure.result()
-                value = playing.result() if playing.done() else timing.result()
+                ends = [playing, timing, session.failure, session.insistence]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                value = next(end for end in (*ends[2:], *ends[:2]) if end.done()).result()
                 finished = [call for call in session.record.calls if call.is_finished]
                 calls = [call for call in finished if call.is_trained and call.num_tokens]
                 if not calls:
@@ -102,7 +100,7 @@ class Agents:
             return await self.runner.run(task, key, on_wait)
         except AgentLostError:  # perhaps for another episode's reason
             await session.restart()
-            return await self.runner.run(task, key, on_wait)
+            return await self.runner.run(task, key, on_wait, is_alone=True)
 
     async def _time_out(self, session: Session) -> None:
         limit_s = self.config.agent_limits.timeout_s
@@ -114,14 +112,13 @@ class Agents:
             "timeout",
         )
 
-
-def _task(prompt: Prompt, seed: int) -> dict[str, Any]:
-    row = dict(prompt.row)
-    return {
-        "prompt_id": prompt.prompt_id,
-        "source": prompt.source,
-        "messages": row.pop("messages"),
-        "answer": prompt.answer,
-        "row": row,
-        "seed": seed,
-    }
+    def _task(self, prompt: Prompt, seed: int) -> dict[str, Any]:
+        row = dict(prompt.row)
+        return {
+            "prompt_id": prompt.prompt_id,
+            "source": prompt.source,
+            "messages": row.pop("messages"),
+            **({"answer": prompt.answer} if self.config.agent_has_answer else {}),
+            "row": row,
+            "seed": seed,
+        }

@@ -42,6 +42,8 @@ _MAX_LOOP_TURNS = 8
 """Iterations of the event loop; one suffices for a new task, or one whose environment answered, to
 reach the engine."""
 _MAX_WAIT_S = 0.5
+_MAX_FAILED_IN_ROW = 1024
+"""So many agents that are lost or too slow, with none between that is not, end the run."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -58,6 +60,8 @@ class Interaction:
     """Sums of ``Step.counts``, and counts of agents."""
     agents: Agents | None = None
     """Plays episodes instead of the environment."""
+    _num_failed_in_row: int = 0
+    """Agents that were lost or too slow since one ended otherwise."""
 
     async def respond(self, episode: Episode, sampling: SamplingSettings) -> None:
         """Begin an episode, or answer the turn that has ended; change the episode only at the end.
@@ -77,8 +81,15 @@ class Interaction:
             episode.finish(FinishReason.ENVIRONMENT)
 
     def count_failure(self, error: EnvironmentFailedError) -> None:
-        """Count an episode that ends because its environment failed; raise if it ends the run."""
-        if self.config.on_error == "raise":
+        """Count an episode that ends because its environment failed; raise if it ends the run.
+
+        A program of the policy may kill its agent or hold it up: by itself that ends no run.
+        """
+        is_alone = self.agents is not None and error.kind in ("lost", "timeout")
+        self._num_failed_in_row += is_alone
+        if self.config.on_error == "raise" and not (
+            is_alone and self._num_failed_in_row < _MAX_FAILED_IN_ROW
+        ):
             raise error
         if not self.errors[error.kind]:
             _LOG.warning("%s; the episode ends and is counted, as later ones will be", error)
@@ -88,6 +99,8 @@ class Interaction:
         self, episode: Episode, reason: FinishReason, state: Any, num_refusals: int
     ) -> None:
         """End an agent's episode, and count what it did."""
+        if reason is not FinishReason.ENVIRONMENT:
+            self._num_failed_in_row = 0
         episode.state, record = state, episode.record
         episode.finish(reason)
         num_forks = sum(call.is_fork for call in record.calls)

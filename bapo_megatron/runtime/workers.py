@@ -262,6 +262,6 @@ async def read_message(reader: asyncio.StreamReader | None) -> dict[str, Any] | 
     try:
         line = await reader.readline()
         message = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, OSError):  # too long, or not JSON
+    except (ValueError, RecursionError, OSError):  # too long, or not JSON
         return None
     return message if isinstance(message, dict) else None
