@@ -107,6 +107,24 @@ def speaks(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     return {"text": plain_turn(task["messages"], base_url, api_key)}
 
 
+def runs(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Run a program, and tell what it printed; no program is to change the rest."""
+    command = [sys.executable, "-c", task["row"]["program"]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return {"printed": done.stdout, "reward": 0}
+
+
+def runs_undumpable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE
+    return runs(task, base_url, api_key)
+
+
+def speaks_and_runs(task: dict[str, Any], base_url: str, api_key: str) -> Any:
+    return {**speaks(task, base_url, api_key), **runs(task, base_url, api_key)}
+
+
 def looks_around(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Speaks, and tells what else it can reach and see."""
     try:

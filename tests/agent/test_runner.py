@@ -1,14 +1,10 @@
 """Agents run in processes of their own, end with their owner, and fail alone."""
 
 import asyncio
-import contextlib
-import shutil
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,9 @@ from bapo_megatron.environment.base import EnvironmentFailedError
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.types import FinishReason, Prompt
+from tests.agent.boxes import boxed, opened, workers
 from tests.agent.episodes import Policy, agent_config, make_renderer
 from tests.rollout.pool import until
-from tests.sandbox.host import require_bubblewrap
 
 AGENTS = "tests.agent.agents"
 TASK = {
@@ -37,6 +33,7 @@ TASK = {
     "row": {},
     "seed": 1,
 }
+SLEEPS = "import time; time.sleep(2)"
 COMMAND = [sys.executable, "-m", AGENTS, "speaks"]
 
 
@@ -47,29 +44,6 @@ def no_wait(has_to_wait: bool) -> None:
 @pytest.fixture(scope="module")
 def renderer(tokenizer_dir: Path) -> ChatRenderer:
     return make_renderer(tokenizer_dir)
-
-
-@contextlib.asynccontextmanager
-async def opened(**rollout: Any) -> AsyncIterator[tuple[AgentRunner, Proxy]]:
-    before, proxy = workers(), Proxy()
-    config = agent_config(**rollout)
-    runner = AgentRunner(config, proxy)
-    await proxy.open(has_port=config.agent_sandbox is None)
-    try:
-        await runner.open()
-        yield runner, proxy
-    finally:
-        await runner.close()
-        await proxy.close()
-    assert set(workers()) <= set(before)
-
-
-def workers() -> list[psutil.Process]:
-    """Agents' workers, sandboxed or not, among the processes that other tests have started."""
-    alive = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
-    return [
-        c for c in alive if any("Runs agents" in word or "bwrap" in word for word in c.cmdline())
-    ]
 
 
 async def play(
@@ -159,6 +133,7 @@ async def test_an_unusable_agent_is_refused_before_anything_runs(agent: str, mes
         (f"{AGENTS}:returns_no_json", "failed: TypeError"),
         (f"{AGENTS}:dies", "ended its process"),
         (f"{AGENTS}:cancels_itself", "failed: its coroutine was cancelled"),
+        ("sh -c 'kill -9 $$'", "was killed: exit status -9"),
         (f"{sys.executable} -c 'print(1);exit(3)'", r"exit status 3; .*logs/collector\.log"),
         (f"{sys.executable} -c 'print(1,2)'", "the last line of output must be JSON, got '1 2'"),
     ],
@@ -214,6 +189,28 @@ async def test_an_agent_whose_worker_died_starts_again_from_its_record(
     assert len(policy.calls) == 2
 
 
+async def test_after_a_worker_s_death_its_episodes_go_on_without_the_one_that_caused_it(
+    renderer: ChatRenderer,
+) -> None:
+    """Also where all share a worker, whose processes a program can kill."""
+    async with boxed("function", "speaks_and_runs") as (runner, proxy):
+        agents = Agents(runner, proxy, renderer, agent_config(), max_prompt_tokens=1000)
+        programs = ["import os, time; time.sleep(1); os.kill(-1, 9)", *[SLEEPS] * 3]
+
+        async def play(program: str) -> Any:
+            policy = Policy(renderer, lambda call: "Two.")
+            limits = SessionLimits(9, 1000, 1000)
+            session = Session(Record(), renderer, SamplingRules(1.0), limits, policy.sample)
+            row = {"messages": TASK["messages"], "program": program}
+            end = await agents.play(session, Prompt("p:0", (1,), "", "2", row=row), 1, no_wait)
+            return end, len(policy.calls)
+
+        killer, *others = await asyncio.gather(*map(play, programs), return_exceptions=True)
+    assert isinstance(killer, AgentLostError)
+    value = {"text": "Two.", "printed": "", "reward": 0}
+    assert others == [((FinishReason.STOP, value), 1)] * 3
+
+
 async def test_the_end_of_a_worker_leaves_the_others_running() -> None:
     async with opened(agent=f"{AGENTS}:sleeps", agent_limits={"workers": 2}) as (runner, _):
         task = {**TASK, "row": {"seconds": 1}}
@@ -224,6 +221,14 @@ async def test_the_end_of_a_worker_leaves_the_others_running() -> None:
         running[0].terminate()
         results = await asyncio.gather(*playing, return_exceptions=True)
     assert {type(result) for result in results} == {int, AgentLostError}
+
+
+async def test_a_command_may_read_nothing_and_print_more_than_a_socket_holds() -> None:
+    program = "print('x' * 3_000_000, flush=True); print(7)"
+    task = {**TASK, "row": {"long": "y" * 3_000_000}}
+    async with opened(agent=[sys.executable, "-c", program]) as (runner, _):
+        async with asyncio.timeout(60):
+            assert await runner.run(task, "key", no_wait) == 7
 
 
 async def test_a_command_may_leave_a_process_behind() -> None:
@@ -281,23 +286,12 @@ def test_a_killed_owner_leaves_no_process_behind(agent: str) -> None:
 async def test_in_a_sandbox_an_agent_reaches_the_proxy_and_nothing_else(
     renderer: ChatRenderer, kind: str
 ) -> None:
-    require_bubblewrap()
-    agent: Any = "boxed:looks_around"
-    if kind == "command":
-        agent = ["/usr/bin/python3", "-m", "boxed", "looks_around"]
-    with tempfile.TemporaryDirectory() as folder:  # others cannot enter pytest's
-        Path(folder).chmod(0o755)
-        shutil.copyfile(Path(__file__).with_name("agents.py"), Path(folder, "boxed.py"))
-        with contextlib.chdir(folder):
-            async with opened(agent=agent, agent_sandbox={"memory_limit_mb": 1024}) as (
-                runner,
-                proxy,
-            ):
-                result, record = await play(runner, proxy, renderer)
-                if kind == "function":  # as many at once as descriptors and threads allow
-                    barrier = asyncio.Barrier(128)
-                    plays = (play(runner, proxy, renderer, barrier) for _ in range(128))
-                    results = await asyncio.gather(*plays)
-                    assert [text["text"] for text, _ in results] == ["Two."] * 128
+    async with boxed(kind, "looks_around") as (runner, proxy):
+        result, record = await play(runner, proxy, renderer)
+        if kind == "function":  # as many at once as descriptors and threads allow
+            barrier = asyncio.Barrier(128)
+            plays = (play(runner, proxy, renderer, barrier) for _ in range(128))
+            results = await asyncio.gather(*plays)
+            assert [text["text"] for text, _ in results] == ["Two."] * 128
     assert result == {"text": "Two.", "reaches": False, "sees": False}
     assert len(record.calls) == 1
