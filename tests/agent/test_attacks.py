@@ -35,13 +35,13 @@ def seen(content):
 WRITES = """
 for file in opened("fd/1", "wb"):
     if file.seekable():
-        file.seek(1 << 30)
+        file.seek(1 << 20)
     file.write(FORGED)
 """
 WRITES_FILES = """
 for file in opened("fd/[3-9]*", "wb"):
     if file.seekable():  # not the pipe in which the agent reads this program's output
-        file.seek(1 << 30)
+        file.seek(1 << 20)
         file.write(FORGED)
 """
 READS_STANDARD_INPUT = """

@@ -23,6 +23,7 @@ from bapo_megatron.rollout.agents import Agents
 from bapo_megatron.types import FinishReason, Prompt
 from tests.agent.boxes import boxed, opened, workers
 from tests.agent.episodes import Policy, agent_config, make_renderer
+from tests.benchmarks import hostile_agents
 from tests.rollout.pool import until
 
 AGENTS = "tests.agent.agents"
@@ -211,9 +212,22 @@ async def test_after_a_worker_s_death_its_episodes_go_on_without_the_one_that_ca
     assert others == [((FinishReason.STOP, value), 1)] * 3
 
 
+async def test_honest_episodes_end_beside_hostile_ones_as_they_do_alone() -> None:
+    num = len(hostile_agents.HOSTILE)
+    alone, _ = await hostile_agents.campaign(num, has_hostile=False)
+    beside, ends = await hostile_agents.campaign(num)
+    assert [(reason, value["reward"]) for reason, value in beside] == [("stop", 0)] * num
+    assert [value["printed"] for _, value in beside] == [
+        f"{number * (number - 1) // 2}\n" for number in range(num)
+    ]
+    assert beside == alone
+    assert sum(ends.values()) == num
+    assert {end.split(": ")[1] for end in ends} == {"ended, reward 0", "lost, reward 0"}
+
+
 async def test_the_end_of_a_worker_leaves_the_others_running() -> None:
     async with opened(agent=f"{AGENTS}:sleeps", agent_limits={"workers": 2}) as (runner, _):
-        task = {**TASK, "row": {"seconds": 1}}
+        task = {**TASK, "row": {"seconds": 4}}
         playing = [asyncio.create_task(runner.run(task, "key", no_wait)) for _ in range(2)]
         while len(running := workers()) < 2:
             await asyncio.sleep(0.05)

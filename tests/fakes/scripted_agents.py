@@ -60,7 +60,9 @@ class ScriptedRunner:
         self._agent, self._http, self._url, self._delay = agent, http, url, delay
         self.num_started = 0
 
-    async def run(self, task: Mapping[str, Any], key: str, on_wait: Any) -> Any:
+    async def run(
+        self, task: Mapping[str, Any], key: str, on_wait: Any, *, is_alone: bool = False
+    ) -> Any:
         on_wait(False)
         self.num_started += 1
         await self._delay()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bapo_megatron.agent import proxy
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.engine.base import GenerateRequest
@@ -264,3 +265,48 @@ async def test_an_agent_that_works_too_long_or_calls_too_often_is_ended(
             assert len(sample.sequences) == 3
             assert sample.reward == 0.5
         assert setup.interaction.counts["agent_refusals"] == 0  # a limit is no refusal
+
+
+async def test_an_agent_that_is_refused_for_a_limit_and_goes_on_asking_is_ended(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "_INSISTS_S", 0.2)
+
+    async def insists(task: dict[str, Any], ask: Client) -> Any:
+        while True:
+            with contextlib.suppress(RefusedError):
+                await ask(task["messages"])
+            await asyncio.sleep(0.05)
+
+    async def grades(task: dict[str, Any], ask: Client) -> Any:
+        with contextlib.suppress(RefusedError):
+            while True:
+                await ask(task["messages"])
+        await asyncio.sleep(1)
+        return 7
+
+    for agent, value in ((insists, None), (grades, 7)):
+        async with scripted_agents(agent, renderer, agent_limits={"max_calls": 2}) as agents:
+            setup = AgentSetup(renderer, agents)
+            await setup.play()
+            assert [episode.state for episode in setup.group.episodes] == [value] * 2
+            for sample in setup.samples:
+                assert sample.finish_reason is FinishReason.TURNS
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("lost", False), ("timeout", False), ("error", True)])
+def test_what_a_program_can_do_to_its_agent_ends_no_run_unless_all_agents_end_so(
+    renderer: ChatRenderer, kind: Any, ends: bool
+) -> None:
+    agents: Any = object()
+    error = EnvironmentFailedError("it failed", kind)
+    interaction = Interaction(SingleTurn(), renderer, EpisodesConfig(), agents=agents)
+    if ends:
+        with pytest.raises(EnvironmentFailedError):
+            interaction.count_failure(error)
+        return
+    for _ in range(1023):
+        interaction.count_failure(error)
+    assert interaction.errors == {kind: 1023}
+    with pytest.raises(EnvironmentFailedError):
+        interaction.count_failure(error)
