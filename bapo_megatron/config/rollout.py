@@ -219,8 +219,9 @@ class EpisodesConfig(Section):
     memory_limit_mb: int = Field(2048, ge=256, le=MAX_MEMORY_MB)
     """Limit of each worker's address space; beyond it the environment has failed."""
     on_error: Literal["raise", "zero", "mask"] = "raise"
-    """When an environment fails: end the run, or only the episode, which is counted and has the
-    reward 0; ``mask`` also leaves it out of the loss (it stays in the baseline of its group)."""
+    """When an environment fails (an agent that is killed or too slow does not count): end the run,
+    or only the episode, which is counted and has the reward 0; ``mask`` also leaves it out of the
+    loss (it stays in the baseline of its group)."""
 
 
 class AgentLimitsConfig(Section):
