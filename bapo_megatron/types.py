@@ -43,6 +43,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The end-of-sequence token was sampled (it is the last response token), and the environment
     wants no further turn."""
+    STOP_STRING = "stop_string"
+    """A stop string of the call was sampled; no end-of-sequence token follows it. Of calls only."""
     LENGTH = "length"
     """The response, or what an environment wrote, reached ``max_response_tokens``."""
     TURNS = "turns"

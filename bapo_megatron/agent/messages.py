@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -50,6 +50,7 @@ class MessagesRequest(Request):
     tools: list[_Tool] | None = None
     limit: int | None = Field(None, ge=1, alias="max_tokens")
     """Tokens of the turn."""
+    stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     thread: Any = None
 
     def conversation(self) -> Conversation:
@@ -67,7 +68,8 @@ class MessagesRequest(Request):
         messages = [{"role": "system", "content": system}] if system else []
         for message in self.messages:
             messages += _messages(message.role, message.content)
-        return Conversation(checked(messages), schemas(self.tools or ()))
+        tools = schemas(self.tools or ())
+        return Conversation(checked(messages), tools, stop=self.stop_sequences)
 
 
 def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:
@@ -91,6 +93,7 @@ def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:
 def message(answer: Answer) -> dict[str, Any]:
     """Return the body of an answer."""
     is_cut = answer.call.finish_reason is FinishReason.LENGTH
+    ended = "stop_sequence" if answer.stop else "end_turn"
     text = answer.message["content"]
     blocks: list[Block] = [{"type": "text", "text": text}] if text else []
     for call in answer.tool_calls:
@@ -102,8 +105,8 @@ def message(answer: Answer) -> dict[str, Any]:
         "role": "assistant",
         "model": MODEL,
         "content": blocks,
-        "stop_reason": "max_tokens" if is_cut else "tool_use" if answer.tool_calls else "end_turn",
-        "stop_sequence": None,
+        "stop_reason": "max_tokens" if is_cut else "tool_use" if answer.tool_calls else ended,
+        "stop_sequence": answer.stop or None,
         "usage": {
             "input_tokens": len(answer.call.prompt()),
             "output_tokens": answer.call.num_tokens,

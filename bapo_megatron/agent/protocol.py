@@ -7,6 +7,7 @@ decide: values that change nothing are taken, others are refused, or ignored if 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
@@ -35,10 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "stop": ([], ""),
-    "stop_sequences": ([],),
     "tool_choice": ("auto", {"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
@@ -51,9 +49,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values besides null that leave the distribution as it is."""
 _WHOLE = "send the whole conversation"
+_MASKED = (
+    "a grammar would sample from renormalised probabilities, which the trainer cannot compute, so "
+    "importance ratios would be wrong; leave it out, or set rollout.agent_sampling=override to "
+    "ignore it"
+)
+_MASKING = frozenset(("tool_choice", "response_format", "text"))
+"""Fields that need a grammar."""
+_MAX_STOPS = 4
+_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+"""Some templates open it in the prompt."""
 _NEVER = {
     **dict.fromkeys(("conversation", "prompt"), _WHOLE),
     "n": "every call is one turn of the policy, so make several calls",
+    "top_logprobs": "engines return log-probs of sampled tokens only: logprobs=true",
 }
 """Fields that are refused even with ``override``, and what to do instead."""
 
@@ -97,7 +106,7 @@ class SamplingRules:
                 continue
             rule = f"must be {shown_value(accepted[0])}" if accepted else "must be left out"
             override = "leave it out, or set rollout.agent_sampling=override to ignore such values"
-            remedy = _NEVER.get(name, override)
+            remedy = _MASKED if name in _MASKING else _NEVER.get(name, override)
             raise RefusalError(f"{name}: {rule}, got {shown_value(value)}; {remedy}")
 
 
@@ -147,6 +156,10 @@ class ChatRequest(Request):
     tools: list[_ChatTool] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    """As vLLM's server: ``prompt_token_ids``, and ``token_ids`` of the turn."""
 
     @property
     def limit(self) -> int | None:
@@ -156,7 +169,8 @@ class ChatRequest(Request):
     def conversation(self) -> Conversation:
         """Return messages and tools; ``RefusalError`` for messages of another form."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Conversation(checked(self.messages), tools)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        return Conversation(checked(self.messages), tools, stop=tuple(filter(None, stop)))
 
 
 def _as_items(value: Any) -> Any:
@@ -280,6 +294,9 @@ class Answer:
     call: Call
     message: Message
     """``tool_calls`` have JSON text as arguments."""
+    renderer: ChatRenderer
+    stop: str = ""
+    """The stop string that ended the turn; its text ends before it."""
 
     @classmethod
     def of(cls, call: Call, conversation: Conversation, renderer: ChatRenderer) -> Self:
@@ -292,7 +309,9 @@ class Answer:
         message: Message = {"role": "assistant"}
         if not calls or any(map(_is_unreadable, calls)):
             content = renderer.decode(token_ids, skips_special=True)
-            return cls(call, {**message, "content": content})
+            stops = [(content.find(stop), stop) for stop in call.stop if stop in content]
+            end, stop = min(stops, default=(len(content), ""))
+            return cls(call, {**message, "content": content[:end]}, renderer, stop)
         key, _, number = call.name.partition(".")
         message["content"] = renderer.text_before_calls(token_ids).strip()
         message["tool_calls"] = [
@@ -306,29 +325,40 @@ class Answer:
             }
             for place, tool_call in enumerate(calls)
         ]
-        return cls(call, message)
+        return cls(call, message, renderer)
+
+    @property
+    def separated(self) -> Message:
+        """The message with its reasoning where ``rollout.agent_reasoning`` says."""
+        content = self.message["content"]
+        if not self.renderer.separates_reasoning or not (block := _REASONING.match(content)):
+            return self.message
+        rest = content[block.end() :]
+        return {**self.message, "reasoning_content": block[1].strip(), "content": rest}
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
         """The message's calls."""
         return list(self.message.get("tool_calls", ()))
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, asked: ChatRequest) -> dict[str, Any]:
         """Return the body of a chat completion."""
-        message = {"refusal": None, **self.message}
+        message = {"refusal": None, **self.separated}
         if self.tool_calls and not message["content"]:
             message["content"] = None
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._finish()}
-        return {**self._chat_fields("chat.completion"), "choices": [choice], "usage": self._usage()}
+        choice = {"index": 0, "message": message, "finish_reason": self._finish()}
+        fields = self._chat_fields("chat.completion") | self._prompt_ids(asked)
+        choices = [choice | self._of_tokens(asked)]
+        return {**fields, "choices": choices, "usage": self._usage()}
 
-    def chat_chunks(self, *, has_usage: bool) -> Iterator[dict[str, Any]]:
+    def chat_chunks(self, asked: ChatRequest, *, has_usage: bool) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed chat completion."""
         fields = self._chat_fields("chat.completion.chunk")
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": self.message["content"]}]
-        deltas += [
-            {"tool_calls": [{"index": place, **call}]} for place, call in enumerate(self.tool_calls)
-        ]
-        for delta in deltas:
+        delta = {name: value for name, value in self.separated.items() if name != "tool_calls"}
+        choice = {"index": 0, "delta": delta, "finish_reason": None, **self._of_tokens(asked)}
+        yield {**fields, **self._prompt_ids(asked), "choices": [choice]}
+        for place, call in enumerate(self.tool_calls):
+            delta = {"tool_calls": [{"index": place, **call}]}
             yield {**fields, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         yield {**fields, "choices": [{"index": 0, "delta": {}, "finish_reason": self._finish()}]}
         if has_usage:
@@ -395,6 +425,24 @@ class Answer:
         events.append({"type": f"response.{response['status']}", "response": response})
         for number, event in enumerate(events):
             yield {**event, "sequence_number": number}
+
+    def _prompt_ids(self, asked: ChatRequest) -> dict[str, Any]:
+        return {"prompt_token_ids": self.call.prompt().tolist()} if asked.return_token_ids else {}
+
+    def _of_tokens(self, asked: ChatRequest) -> dict[str, Any]:
+        """What a choice says of the sampled tokens, all of those that train."""
+        turn = self.call.turn
+        token_ids = turn.token_ids.tolist()
+        fields: dict[str, Any] = {"token_ids": token_ids} if asked.return_token_ids else {}
+        if not asked.logprobs:
+            return {"logprobs": None, **fields}
+        rows = []
+        for token_id, logprob in zip(token_ids, turn.logprobs.tolist(), strict=True):
+            text = self.renderer.decode([token_id])
+            # Of a part of a character they are not known.
+            utf8 = None if "\ufffd" in text else list(text.encode())
+            rows.append({"token": text, "bytes": utf8, "logprob": logprob, "top_logprobs": []})
+        return {"logprobs": {"content": rows, "refusal": None}, **fields}
 
     def _finish(self) -> str:
         if self.call.finish_reason is FinishReason.LENGTH:

@@ -198,6 +198,9 @@ class Session:
             self.ended_by = FinishReason.LENGTH
         answer = Answer.of(call, conversation, self.renderer)
         self.record.note_turn(call, conversation, answer.message)
+        if answer.stop:  # some clients put it back
+            content = answer.message["content"] + answer.stop
+            self.record.note_turn(call, conversation, {**answer.message, "content": content})
         return answer
 
     async def _sample(self, call: Call) -> None:
@@ -340,10 +343,12 @@ class Proxy:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked, turn = await self._ask(request, ChatRequest)
         if not asked.stream:
-            return web.json_response((await asyncio.shield(turn)).chat())
+            return web.json_response((await asyncio.shield(turn)).chat(asked))
         options = asked.sampling.get("stream_options")
         has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return await _stream(request, turn, lambda answer: answer.chat_chunks(has_usage=has_usage))
+        return await _stream(
+            request, turn, lambda answer: answer.chat_chunks(asked, has_usage=has_usage)
+        )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         asked, turn = await self._ask(request, ResponsesRequest)

@@ -305,6 +305,9 @@ class RolloutConfig(Section):
     agent_gets_answer: bool | None = None
     """Whether an agent's task has ``answer``. Null: a function's only, because programs that a
     command starts can read its memory."""
+    agent_reasoning: Literal["content", "separate"] = "content"
+    """Where chat completions have a turn's reasoning (up to ``</think>``): in ``content``, as it
+    was sampled, or beside it in ``reasoning_content``."""
     agent_limits: AgentLimitsConfig = AgentLimitsConfig()
     tool_format: Literal["none", "hermes", "llama3"] = "none"
     """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``; the chat template

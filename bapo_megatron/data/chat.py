@@ -101,6 +101,8 @@ class ChatRenderer:
         self._schemas = tools.tool_schemas if tools is not None else []
         self.tool_format = tools.tool_format if tools is not None else "none"
         """How the policy writes tool calls."""
+        self.separates_reasoning = tools is not None and tools.agent_reasoning == "separate"
+        """Whether agents get reasoning beside the content."""
         self._has_agent = tools is not None and tools.agent is not None
         self._tokenizer, self._template = tokenizer, str(tokenizer.chat_template)
         self._rendered_shapes: set[tuple[Any, ...]] = set()
@@ -247,21 +249,27 @@ class ChatRenderer:
         return pieces
 
     def continuation(
-        self, messages: Sequence[Message], tools: Tools = None, *, after: Sequence[int] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        *,
+        after: Sequence[int] = (),
+        has_end: bool = True,
     ) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
-        They begin after the token that ends a turn, which the policy has sampled: the last of
-        ``after``, its turn. If that is the next message's role (GLM-4.5's ``<|user|>``), it is not
-        repeated. Earlier turns are not rendered again: a fixed two-message conversation replaces
-        them. Special tokens that the messages spell out are left out, since a message may quote the
-        policy.
+        They begin after the token that ends a turn, which the policy has sampled (the last of
+        ``after``, its turn), or with it where it has not (``has_end``). If that token is the next
+        message's role (GLM-4.5's ``<|user|>``), it is not repeated. Earlier turns are not rendered
+        again: a fixed two-message conversation replaces them. Special tokens that the messages
+        spell out are left out, since a message may quote the policy.
 
         Raises:
             ValueError: The template refuses the messages, or leaves one out.
         """
         text = self._after_answer(self._plain(messages), generation_prompt=True, tools=tools)
-        text = text.removeprefix(self._end_of_turn)
+        if has_end:
+            text = text.removeprefix(self._end_of_turn)
         role = self._added_contents.get(after[-1]) if len(after) else None
         if role is not None and text.lstrip().startswith(role):
             text = text.lstrip().removeprefix(role)

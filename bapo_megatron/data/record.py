@@ -16,8 +16,9 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from pydantic import FiniteFloat
 
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.routes import narrowed
-from bapo_megatron.data.staleness import join_spans
+from bapo_megatron.data.staleness import join_spans, spans_of, token_versions
 from bapo_megatron.data.tools import Message, checked_message
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpans, WrittenSpan
@@ -55,6 +56,10 @@ class Completion:
     experts."""
 
 
+class EnoughTokensError(Exception):
+    """Raised by a receiver of pieces if the response has ended before its request."""
+
+
 def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion:
     """Join pieces into one completion."""
     if len(parts) == 1:
@@ -79,6 +84,8 @@ class Conversation:
     """JSON schemas ``{type: function, function: {name, …}}``."""
     is_trained: bool = True
     """Whether the turn that answers it trains."""
+    stop: Sequence[str] = ()
+    """Strings at which the turn ends; not in the keys."""
 
     def keys(self, *, spaced: bool = True) -> list[str]:
         """Return the chain's hash after each message, without ``spaced`` white space aside."""
@@ -183,6 +190,8 @@ class Call:
     """A root after the first one, although its messages hold a turn: perhaps a rewritten one."""
     num_tokens: int = 0
     """Q."""
+    stop: Sequence[str] = field(default=(), kw_only=True)
+    """Strings at which the turn ends."""
     _parts: list[Completion] = field(default_factory=list)
     # Joined once: appending a thousand parts one by one would copy the turn a thousand times.
 
@@ -234,6 +243,34 @@ class Call:
         self.finish_reason = part.finish_reason
         if not self.is_finished and self.num_tokens >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
+
+    def until_stop(self, part: Completion, text_of: Callable[[Sequence[int]], str]) -> Completion:
+        """Return a piece up to the token that completes a stop string of the turn, if one does.
+
+        Texts of turns are compared, so this depends neither on pieces nor on tokens' borders.
+        """
+        if not self.stop:
+            return part
+        first, token_ids = self.num_tokens, [*self.turn.token_ids, *part.token_ids]
+
+        def has_stop(num_tokens: int) -> bool:
+            # Without half a character at the end.
+            text = text_of(token_ids[:num_tokens]).rstrip("\ufffd")
+            return any(stop in text for stop in self.stop)
+
+        if not has_stop(len(token_ids)):
+            return part
+        num_new = bisect_left(range(first + 1, len(token_ids)), True, key=has_stop) + 1
+        routes = part.routes
+        if routes is not None:  # not of the last token, as always
+            routes = routes[: max(0, len(self.prompt()) + first + num_new - 1 - self.routed)]
+        return Completion(
+            part.token_ids[:num_new],
+            part.logprobs[:num_new],
+            spans_of(token_versions(part.versions)[:num_new]),
+            FinishReason.STOP_STRING,
+            routes,
+        )
 
     def copy(self, parent: Call | None) -> Call:
         """Return a copy that later parts do not affect, with a copy of its parent."""
@@ -292,6 +329,7 @@ class Record:
         else:
             self._repeat(call)
         self._asked[key] += 1
+        call.stop = conversation.stop
         return call
 
     def withdraw(self, call: Call) -> None:
@@ -301,7 +339,7 @@ class Record:
 
     def note_turn(self, call: Call, conversation: Conversation, turn: Message) -> None:
         """Let later conversations continue a finished call, whose turn they see as ``turn``."""
-        if call.finish_reason is FinishReason.STOP:
+        if call.finish_reason in (FinishReason.STOP, FinishReason.STOP_STRING):
             messages = [*conversation.messages, *checked_messages([turn])]
             told = replace(conversation, messages=messages)
             self._turns.setdefault(told.keys()[-1], call)
@@ -346,7 +384,8 @@ class Record:
             return Call(name, None, np.array(token_ids, np.int32), is_fork=is_fork)
         parent = self._turns[keys[place]]
         turn = parent.turn.token_ids.tolist()
-        token_ids = renderer.continuation(tail, conversation.tools, after=turn)
+        has_end = parent.finish_reason is FinishReason.STOP
+        token_ids = renderer.continuation(tail, conversation.tools, after=turn, has_end=has_end)
         return Call(name, parent, np.array(token_ids, np.int32))
 
     def sequences(self) -> list[list[Call]]:

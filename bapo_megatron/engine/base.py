@@ -95,7 +95,10 @@ class CompletionSink:
         """Note that a full KV cache preempted the request, so that it was recomputed."""
 
     def take(self, part: Completion) -> None:
-        """Take a piece; the last one has the finish reason, and may be empty."""
+        """Take a piece; the last one has the finish reason, and may be empty.
+
+        An error that it raises ends the request, and ``Engine.stream`` raises it.
+        """
 
 
 PauseMode = Literal["retract", "in_place"]

@@ -25,7 +25,7 @@ from typing import Any
 
 from bapo_megatron.config.rollout import EpisodesConfig
 from bapo_megatron.data.chat import ChatRenderer
-from bapo_megatron.data.record import Call, Completion
+from bapo_megatron.data.record import Call, Completion, EnoughTokensError
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.environment.base import Environment, EnvironmentFailedError, Step, Task, Turn
 from bapo_megatron.rollout.agents import Agents
@@ -429,8 +429,16 @@ class Episodes:
             if part.finish_reason is FinishReason.LENGTH and stop_at <= num_tokens:
                 # Of the round, unless it is that of the call.
                 part = replace(part, finish_reason=FinishReason.ABORT)
+            has_more = part.finish_reason is FinishReason.ABORT
+            part = call.until_stop(part, self._text)
             call.append(part)
             self.generated_tokens += len(part.token_ids)
+            if has_more and part.finish_reason is FinishReason.STOP_STRING:
+                raise EnoughTokensError
 
         was_sent = await self.pool.generate(plan, take, affinity)
         self.resumed_samples += is_resumed and was_sent
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """The text of sampled tokens, as agents see it."""
+        return self.interaction.renderer.decode(token_ids, skips_special=True)

@@ -191,7 +191,7 @@ class Evaluator:
             ),
             label=f"evaluation of {eval_set.name}, {prompt.prompt_id}, sample {index}",
             order=(-episode.group_id, index),
-            return_logprobs=False,
+            return_logprobs=self.config.rollout.agent is not None,  # which may ask
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from bapo_megatron.config.rollout import RolloutConfig
-from bapo_megatron.data.record import Completion
+from bapo_megatron.data.record import Completion, EnoughTokensError
 from bapo_megatron.engine.base import CompletionSink, Engine, GenerateRequest, PauseMode
 from bapo_megatron.engine.pooled import EngineState, EngineStates, PooledEngine
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, describe_cause
@@ -67,6 +67,7 @@ class EnginePool:
         ``plan`` returns a request for the tokens that are left, at first and before each
         continuation, or None if there are none. ``on_part`` gets each piece as soon as its version
         is certain; all but the last have the finish reason ABORT, the last one too after ``drain``.
+        If it raises ``EnoughTokensError`` there is no further one.
         Requests with one ``affinity`` share a prompt and, if possible, an engine. A negative one
         belongs to an evaluation, whose requests continue after ``drain`` and are not counted when
         they are lost.
@@ -187,6 +188,9 @@ class EnginePool:
                     f"{pooled.address}: ended {job.request.label} after {job.num_received} tokens "
                     "without a reason; another client aborts its requests, or its log says why"
                 )
+        except EnoughTokensError:
+            job.finish_reason = FinishReason.STOP
+            return True
         except ServerError as error:
             await self._after_failure(job, pooled, error)
             return False

@@ -3,6 +3,7 @@
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ class Policy:
         logprobs = np.array([-random.random() for _ in ids], np.float32)
         end = FinishReason.STOP if has_end else FinishReason.LENGTH
         versions = spans_of(np.full(len(ids), len(self.calls)))
-        call.append(Completion(ids, logprobs, versions, end))
+        part = Completion(ids, logprobs, versions, end)
+        call.append(call.until_stop(part, partial(self.renderer.decode, skips_special=True)))
 
 
 @contextlib.asynccontextmanager

@@ -254,7 +254,7 @@ async def test_arguments_that_clients_cannot_parse_arrive_as_text(
     ("fields", "text"),
     [
         ({"temperature": 0.5}, "temperature: must be 1.0, got 0.5; leave it out, or set"),
-        ({"stop_sequences": ["x"]}, 'stop_sequences: must be [], got ["x"]'),
+        ({"stop_sequences": [""]}, "the body: 'stop_sequences[0]' must have at least 1 char"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: must be 'auto', got"),
         ({"max_tokens": 0}, "the body: 'max_tokens' must be greater than or equal to 1, got 0"),
         ({"messages": []}, "the body: 'messages' must have at least 1 item"),
@@ -334,6 +334,22 @@ async def test_what_clients_always_send_is_taken_and_more_is_overridden(
             "error_code": "thread_unsupported_request",
             "unsupported": ["thread"],
         }
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_turn_ends_at_a_stop_sequence_and_is_continued(
+    renderer: ChatRenderer, streamed: bool
+) -> None:
+    turns = iter(("It is 2. And 3.", "Yes."))
+    policy = Policy(renderer, lambda call: next(turns))
+    async with served(renderer, policy.sample) as (session, client):
+        turn = await client.turn(stop_sequences=["x", " And"], stream=streamed)
+        assert (turn["stop_reason"], turn["stop_sequence"]) == ("stop_sequence", " And")
+        assert turn["content"] == [{"type": "text", "text": "It is 2."}]
+        more = [{"role": "assistant", "content": turn["content"]}, {"role": "user", "content": "?"}]
+        await client.turn([*ASK, *more])
+    [sequence] = session.record.sequences()
+    assert [call.num_tokens for call in sequence] == [len("It is 2. And"), len("Yes.") + 1]
 
 
 async def test_a_retry_gets_the_same_turn_and_a_cut_turn_says_so(renderer: ChatRenderer) -> None:

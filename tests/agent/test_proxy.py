@@ -239,12 +239,17 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
     [
         ({"temperature": 0.7}, "temperature: must be 1.0, got 0.7; leave it out, or set"),
         ({"top_p": 0.5}, "top_p: must be 1.0, got 0.5"),
-        ({"stop": ["\n"]}, 'stop: must be [], got ["\\n"]'),
+        ({"stop": list("abcde")}, "the body: 'stop"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs: must be 0, got 2; engines return"),
         ({"n": 2}, "n: must be 1, got 2; every call is one turn of the policy"),
         ({"tool_choice": "required"}, "tool_choice: must be 'auto', got 'required'"),
-        ({"response_format": {"type": "json_object"}}, "response_format: must be "),
         ({"extra_body": {"min_p": 0.1}}, "min_p: must be 0, got 0.1"),
         ({"extra_body": {"top_a": 0.1}}, "top_a: must be left out, got 0.1"),
+        (
+            {"response_format": {"type": "json_object"}},
+            'response_format: must be {"type": "text"}, got {"type": "json_object"}; a grammar '
+            "would sample from renormalised probabilities, which",
+        ),
         ({"messages": []}, "the body: 'messages' must have at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages: must hold"),
         ({"tools": [{"type": "custom"}]}, "the body: 'tools[0].type' must be 'function', got 'cus"),
@@ -270,7 +275,7 @@ async def test_sampling_parameters_are_overridden_where_the_run_says_so(
     policy = Policy(renderer, says("Two."))
     rules = SamplingRules(temperature=0.8, overrides=True)
     async with served(renderer, policy.sample, rules=rules) as (session, sdk):
-        await sdk.chat.completions.create(**ASKED, temperature=0, stop=["x"], top_p=0.1, seed=3)
+        await sdk.chat.completions.create(**ASKED, temperature=0, top_p=0.1, seed=3)
         with pytest.raises(openai.BadRequestError, match="n: must be 1"):
             await sdk.chat.completions.create(**ASKED, n=2)
         with pytest.raises(openai.BadRequestError, match="conversation: must be left out"):
@@ -404,3 +409,84 @@ async def test_calls_at_the_same_time_share_what_is_left(renderer: ChatRenderer)
             await sdk.chat.completions.create(**ASKED)
     assert session.record.num_tokens == 30
     assert session.ended_by is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("puts_back", [False, True])
+async def test_a_turn_ends_at_a_stop_string_and_is_continued_with_the_template_s_end(
+    renderer: ChatRenderer, streamed: bool, puts_back: bool
+) -> None:
+    policy = Policy(renderer, says("Käse: Observation: 3", "Done."))
+    async with served(renderer, policy.sample) as (session, sdk):
+        asked: Any = {**ASKED, "stop": ["\n\n", "Observation:"]}
+        if streamed:
+            async with sdk.chat.completions.stream(**asked) as stream:
+                first: Any = await stream.get_final_completion()
+        else:
+            first = await sdk.chat.completions.create(
+                **asked, max_tokens=len("Käse: Observation:") + 1
+            )
+        [choice] = first.choices
+        assert (choice.message.content, choice.finish_reason) == ("Käse: ", "stop")
+        turn = {"role": "assistant", "content": "Käse: " + "Observation:" * puts_back}
+        messages: Any = [*ASK, turn, {"role": "user", "content": "4"}]
+        second = await sdk.chat.completions.create(model="m", messages=messages, stop="")
+        assert second.choices[0].message.content == "Done."
+    [sequence] = sequences_of(session.record)
+    assert renderer.decode(sequence.response_token_ids.tolist()) == (
+        "Käse: Observation:<|im_end|>\n<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n"
+        "Done.<|im_end|>"
+    )
+    # ä is two tokens; the end that the template wrote does not train.
+    assert sequence.num_sampled == len("Käse: Observation:") + 1 + len("Done.") + 1
+    assert session.record.num_tokens == len(sequence.response_token_ids)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_log_probs_and_token_ids_are_those_that_train(
+    renderer: ChatRenderer, streamed: bool
+) -> None:
+    policy = Policy(renderer, says("Zwölf."))
+    async with served(renderer, policy.sample) as (session, sdk):
+        fields: Any = {"logprobs": True, "extra_body": {"return_token_ids": True}}
+        if streamed:
+            async with sdk.chat.completions.stream(**ASKED, **fields) as stream:
+                chunks = [event.chunk async for event in stream if event.type == "chunk"]
+                completion: Any = await stream.get_final_completion()
+            ids = chunks[0].choices[0].token_ids
+            prompt_ids = chunks[0].prompt_token_ids
+        else:
+            completion = await sdk.chat.completions.create(**ASKED, **fields)
+            ids, prompt_ids = completion.choices[0].token_ids, completion.prompt_token_ids
+        plain = await sdk.chat.completions.create(**ASKED)
+        assert plain.choices[0].logprobs is None
+        assert "token_ids" not in plain.choices[0].model_extra
+    sequence = sequences_of(session.record)[0]
+    assert ids == sequence.response_token_ids.tolist()
+    assert prompt_ids == list(sequence.prompt.token_ids)
+    rows = completion.choices[0].logprobs.content
+    assert [row.logprob for row in rows] == sequence.behaviour_logprobs.tolist()
+    assert [row.token for row in rows] == ["Z", "w", "\ufffd", "\ufffd", *"lf.", "<|im_end|>"]
+    assert [row.bytes for row in rows[:3]] == [[90], [119], None]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("opening", ["<think>", ""])
+async def test_reasoning_is_beside_the_content_where_the_run_says_so(
+    tokenizer_dir: Path, streamed: bool, opening: str
+) -> None:
+    renderer = make_renderer(tokenizer_dir, agent_reasoning="separate")
+    policy = Policy(renderer, says(f"{opening}\nHm.\n</think>\n\nTwo.", "Three."))
+    async with served(renderer, policy.sample) as (session, sdk):
+        if streamed:
+            async with sdk.chat.completions.stream(**ASKED) as stream:
+                message: Any = (await stream.get_final_completion()).choices[0].message
+        else:
+            message = (await sdk.chat.completions.create(**ASKED)).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Hm.", "Two.")
+        for turn in (message.model_dump(), {"role": "assistant", "content": "Two."}):
+            messages: Any = [*ASK, turn, {"role": "user", "content": "+1"}]
+            await sdk.chat.completions.create(model="m", messages=messages)
+        response = await sdk.responses.create(model="m", input="1+1?")
+        assert response.output_text == "Three."
+    assert [call.parent is None for call in session.record.calls] == [True, False, False, True]

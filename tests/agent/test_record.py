@@ -416,3 +416,47 @@ def test_items_of_responses_are_the_messages_of_chat_completions() -> None:
     ).conversation()
     assert chat.keys() == responses.keys()
     assert Counter(chat.keys()).most_common(1)[0][1] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("ab END cd", ["END"], "ab END"),
+        ("ab END cd", ["D c", "b E"], "ab E"),
+        ("aé\U0001f600é", ["\U0001f600"], "aé\U0001f600"),
+        ("ab<|im_end|>", ["<|im_end|>", "b<"], "ab<|im_end|>"),  # not a text that clients see
+        ("ab<|im_end|>", ["ab"], "ab"),
+        ("ab", [], "ab"),
+    ],
+)
+def test_a_turn_ends_at_the_token_that_completes_a_stop_string_however_it_comes(
+    renderer: ChatRenderer, text: str, stop: list[str], expected: str
+) -> None:
+    def decode(token_ids: Sequence[int]) -> str:
+        return renderer.decode(token_ids, skips_special=True)
+
+    [[*ids], [*expected_ids]] = renderer.token_ids([text, expected])
+    logprobs = -np.arange(len(ids), dtype=np.float32)
+    routes = np.arange(100, dtype=np.int16)[:, None]
+    for size in range(1, len(ids) + 1):
+        call = Call("", None, np.array([5, 6], np.int32), max_tokens=99, stop=stop)
+        for start in range(0, len(ids), size):
+            end = start + size
+            part = Completion(
+                np.array(ids[start:end], np.int32),
+                logprobs[start:end],
+                spans_of([3] * (start < 2) + [4] * (len(ids[start:end]) - (start < 2))),
+                FinishReason.ABORT if end < len(ids) else FinishReason.STOP,
+                routes[max(0, start + 1) : min(end, len(ids)) + 1] if start else routes[: end + 1],
+            )
+            call.append(call.until_stop(part, decode))
+            if call.is_finished:
+                break
+        num_tokens = len(expected_ids)
+        assert call.turn.token_ids.tolist() == expected_ids
+        assert call.turn.logprobs.tolist() == logprobs[:num_tokens].tolist()
+        assert len(token_versions(call.turn.versions)) == num_tokens
+        assert call.turn.routes is not None
+        assert len(call.turn.routes) == 2 + num_tokens - 1
+        is_cut = expected != text
+        assert call.finish_reason == ("stop_string" if is_cut else "stop")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bapo_megatron.data.record import Completion
+from bapo_megatron.data.record import Completion, EnoughTokensError
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.engine.base import START_VERSION, Engine, PauseMode
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
@@ -104,6 +104,22 @@ async def test_tokens_logprobs_and_versions_come_in_pieces_and_belong_together(
         assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
         longest = max(long, key=lambda response: response.sink.num_tokens)
         assert len(longest.sink.parts) > 3
+
+
+async def test_a_receiver_that_has_enough_tokens_ends_its_request_alone(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(case) as engine:
+        first, other = (Response(engine, seed=n) for n in range(2))
+
+        def take(part: Completion) -> None:
+            raise EnoughTokensError
+
+        monkeypatch.setattr(first.sink, "take", take)
+        with pytest.raises(EnoughTokensError):
+            await first.task
+        await other.end()
+        assert engine.num_in_flight == 0
 
 
 async def test_logprobs_that_were_not_asked_for_do_not_come(case: Case) -> None:

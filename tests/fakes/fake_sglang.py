@@ -118,9 +118,8 @@ class FakeSglang(FakeServer):
         if path == "/v1/loads":
             return {"loads": self.loads.pop(0)} if self.loads else {}
         if path == "/abort_request":
-            assert body == {"abort_all": True}
             with self._lock:
-                self._aborted.update(self._running)
+                self._aborted.update(self._running if body.get("abort_all") else [body["rid"]])
         elif path == "/pause_generation":
             self.pause_mode = body["mode"]
         elif path == "/continue_generation":

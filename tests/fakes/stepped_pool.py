@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bapo_megatron.data.record import Completion
+from bapo_megatron.data.record import Completion, EnoughTokensError
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.errors import ServerGoneError
@@ -132,8 +132,12 @@ class SteppedPool(FakePool):
         for request in list(self.requests):
             if request.tokens:
                 part = request.take(self.version)
-                request.on_part(part)
-                if part.finish_reason is not FinishReason.ABORT:
+                has_ended = part.finish_reason is not FinishReason.ABORT
+                try:
+                    request.on_part(part)
+                except EnoughTokensError:
+                    has_ended = True
+                if has_ended:
                     request.ended.set_result(part)
         self.bursts.append(num_steps)
         return num_steps

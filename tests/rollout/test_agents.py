@@ -60,8 +60,10 @@ class BytePool(SteppedPool):
 
 
 class ByteRequest(SteppedRequest):
+    first = 97
+
     def take(self, version: int) -> Any:
-        self.tokens = [97 + token % 26 for token in self.tokens]
+        self.tokens = [self.first + token % 26 for token in self.tokens]
         return super().take(version)
 
 
@@ -310,3 +312,48 @@ def test_what_a_program_can_do_to_its_agent_ends_no_run_unless_all_agents_end_so
     assert interaction.errors == {kind: 1023}
     with pytest.raises(EnvironmentFailedError):
         interaction.count_failure(error)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+async def test_a_stop_string_ends_a_call_across_pieces_and_requests(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    stop: list[str] = []
+    [[letter]] = renderer.token_ids(["a"])
+    monkeypatch.setattr(ByteRequest, "first", letter)
+
+    async def twice(task: dict[str, Any], ask: Client) -> Any:
+        first = await ask(task["messages"], stop=stop, max_tokens=40)
+        more = [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": "?"},
+        ]
+        if first["content"] and stop:
+            with contextlib.suppress(RefusedError):
+                await ask([*task["messages"], *more], max_tokens=5)
+        return first["content"]
+
+    async with scripted_agents(twice, renderer) as agents:
+        plain = AgentSetup(renderer, agents)
+        plain.pool.stop_interval = 10**9
+        await plain.play()
+        whole = plain.group.episodes[0].state
+        assert len(whole) == 40
+        stop.append(whole[13:19])  # a burst has 16 steps
+        setup = AgentSetup(renderer, agents)
+        setup.pool.stop_interval = 10**9
+        setup.episodes.advance(setup.buffer)
+        if is_interrupted:
+            await setup.episodes.drive(16)
+            await setup.episodes.stop()
+        await setup.play()
+        first, second = setup.group.episodes
+        assert first.state == whole[:13]
+        # Up to the burst after which the first one is no longer in the batch.
+        assert second.state[:32] == plain.group.episodes[1].state[:32]
+        sample = first.finished()
+        text = renderer.decode(sample.response_token_ids.tolist())
+        between = "<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+        assert text[:-5] == whole[:19] + between
+        assert sample.num_sampled == 19 + 5
+        assert setup.episodes.generated_tokens == (19 + 5) + (40 + 5)

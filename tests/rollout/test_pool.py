@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.rollout import RolloutConfig
+from bapo_megatron.data.record import Completion, EnoughTokensError
 from bapo_megatron.errors import BrokenConnectionError, RolloutError
 from bapo_megatron.rollout.pool import EnginePool
 from bapo_megatron.types import FinishReason
@@ -223,3 +224,23 @@ async def test_a_response_that_lost_its_server_after_its_last_token_needs_no_oth
     assert response.token_ids == [50, 51, 52]
     assert len(engine.flights) == 1
     await pool.states.close()
+
+
+async def test_a_request_of_whose_tokens_there_are_enough_ends_on_the_server() -> None:
+    fake = FakeSglang(stalls={3: 9})
+
+    async with pool_on(fake) as pool:
+        response = Response(pool)
+
+        def take(part: Completion) -> None:
+            response.parts.append(part)
+            if len(response.token_ids) == 9:
+                raise EnoughTokensError
+
+        response.task.cancel()
+        assert await pool.generate(response._plan, take, 7)
+        await until(lambda: not fake._running)
+        assert len(response.token_ids) == 9
+        assert pool.num_ended == 1
+        assert states_of(pool) == ["usable"]
+        assert fake.calls.count("/abort_request") == 1

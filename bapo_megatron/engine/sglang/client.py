@@ -27,6 +27,7 @@ import aiohttp
 import orjson
 
 from bapo_megatron.config.rollout import ServerConfig
+from bapo_megatron.data.record import EnoughTokensError
 from bapo_megatron.engine.base import (
     BucketLayout,
     Capabilities,
@@ -160,6 +161,11 @@ class SglangClient:
                 await self._receive({"rid": rid, **protocol.stream_body(request)}, parser, sink)
         except (TimeoutError, aiohttp.ClientError) as error:
             cause = error
+        except EnoughTokensError:
+            if not parser.is_finished:  # a closed connection ends it only after 2 s
+                with contextlib.suppress(RolloutError):
+                    await self.call("/abort_request", {"rid": rid})
+            raise
         finally:
             del self._in_flight[rid]
             # A pause does not retract queued requests, so this may undercount, never overcount.
