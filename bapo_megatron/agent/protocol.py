@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
 
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.record import Call, Conversation, checked_messages
-from bapo_megatron.data.tools import Message, ToolCall
+from bapo_megatron.data.tools import Message
 from bapo_megatron.runtime.calls import describe_invalid, shown_value
 from bapo_megatron.types import FinishReason
 
@@ -300,20 +299,22 @@ class Answer:
 
     @classmethod
     def of(cls, call: Call, conversation: Conversation, renderer: ChatRenderer) -> Self:
-        """Decode a finished call; a turn with a call that a client cannot parse is plain text.
+        """Decode a finished call; a turn without a valid call is plain text.
 
+        The policy reads the errors of the others after the outputs of the valid ones.
         Ids of tool calls depend on the conversation alone, so that they repeat.
         """
         token_ids = call.turn.token_ids.tolist()
         calls = renderer.calls(token_ids, conversation.tools) if conversation.tools else ()
-        message: Message = {"role": "assistant"}
-        if not calls or any(map(_is_unreadable, calls)):
-            content = renderer.decode(token_ids, skips_special=True)
+        has_calls = not all(tool_call.error for tool_call in calls)
+        content = renderer.content(token_ids, has_calls=has_calls)
+        message: Message = {"role": "assistant", "content": content}
+        if not has_calls:
             stops = [(content.find(stop), stop) for stop in call.stop if stop in content]
             end, stop = min(stops, default=(len(content), ""))
             return cls(call, {**message, "content": content[:end]}, renderer, stop)
         key, _, number = call.name.partition(".")
-        message["content"] = renderer.text_before_calls(token_ids).strip()
+        message["content"] = content.strip()
         message["tool_calls"] = [
             {
                 "id": f"call_{key[:20]}_{number}_{place}",
@@ -324,6 +325,7 @@ class Answer:
                 },
             }
             for place, tool_call in enumerate(calls)
+            if not tool_call.error
         ]
         return cls(call, message, renderer)
 
@@ -485,15 +487,6 @@ class Answer:
             for call in self.tool_calls
         ]
         return items
-
-
-def _is_unreadable(call: ToolCall) -> bool:
-    """Whether clients' JSON parsers refuse a call: half surrogate pairs, Infinity, depth 200."""
-    try:
-        from_json(json.dumps(call.arguments), allow_inf_nan=False)
-    except (ValueError, RecursionError):
-        return True
-    return bool(call.error)
 
 
 MODEL_FIELDS = {"id": MODEL, "object": "model", "created": 0, "owned_by": "bapo_megatron"}

@@ -8,7 +8,7 @@ import operator
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -28,7 +28,8 @@ ENGINES: tuple[str, ...] = tuple(_engines.BUILT_IN)
 """Built-in engines."""
 WITH_SERVERS: tuple[str, ...] = _engines.WITH_SERVERS
 """Those of them that sample in servers."""
-TOOL_FORMATS = ("none", "hermes", "llama3")
+ToolFormat = Literal["none", "hermes", "llama3", "qwen3_coder", "glm45", "harmony"]
+TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormat)
 """How a policy writes tool calls."""
 SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
@@ -309,9 +310,10 @@ class RolloutConfig(Section):
     """Where chat completions have a turn's reasoning (up to ``</think>``): in ``content``, as it
     was sampled, or beside it in ``reasoning_content``."""
     agent_limits: AgentLimitsConfig = AgentLimitsConfig()
-    tool_format: Literal["none", "hermes", "llama3"] = "none"
-    """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``; the chat template
-    must render ``tools`` in the same way."""
+    tool_format: ToolFormat = "none"
+    """How the policy writes tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3``, ``qwen3_coder``
+    (Qwen3-Coder, Qwen3.5), ``glm45`` (GLM-4.5 and later) or ``harmony`` (gpt-oss); the chat
+    template must render ``tools`` in the same way."""
     tools: Annotated[tuple[dict[str, Any], ...], AfterValidator(checked_tools)] = ()
     """JSON schemas of the environment's tools: ``{type: function, function: {name, description,
     parameters}}``."""

@@ -13,7 +13,7 @@ import jinja2
 
 from bapo_megatron.config.data import DataConfig
 from bapo_megatron.config.rollout import TOOL_FORMATS, RolloutConfig
-from bapo_megatron.data.tools import MARKS, Mark, Message, ToolCall, calls_in, escaped
+from bapo_megatron.data.tools import MARKS, Mark, Message, ToolCall, calls_in, content_in, escaped
 from bapo_megatron.runtime.calls import decode_json, shown_value
 from bapo_megatron.runtime.names import shown
 
@@ -22,11 +22,16 @@ Tools = Sequence[Mapping[str, Any]] | None
 _TEXTS_PER_CALL = 1000
 _MARK = re.compile(r"<[|｜][^\s<>|｜]{1,40}[|｜]>|<start_of_turn>|\[INST\]")
 """Marks of templates: ``<|im_start|>``, ``<｜User｜>``, Gemma's, Llama 2's and Mistral's."""
-_END_OF_CALL = "<|eom_id|>"
+_ENDS_OF_CALLS = {"llama3": "<|eom_id|>", "harmony": "<|call|>"}
+_HARMONY = ("<|start|>", "<|channel|>")
 _ANSWER = "4ecb5f"
 """A message that no template writes by itself."""
 _CALL = ToolCall("probe_81d0c3", {"text": "a 'b'", "number": 2})
-_TOOL = {"type": "function", "function": {"name": _CALL.name, "parameters": {"type": "object"}}}
+_TYPES = {"text": "string", "number": "integer"}
+_PROPERTIES = {name: {"type": kind, "description": name} for name, kind in _TYPES.items()}
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES}
+_FUNCTION = {"name": _CALL.name, "description": "A probe.", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FUNCTION}
 """A call that every template should render, and its tool."""
 _UNSAMPLED = (
     *("eos_token_id", "bos_token_id", "pad_token_id", "max_length", "max_new_tokens"),
@@ -111,6 +116,7 @@ class ChatRenderer:
         self._special = tuple(token.content for token in added_tokens.values() if token.special)
         self._added_contents = {token_id: token.content for token_id, token in added_tokens.items()}
         self._added = {content: token_id for token_id, content in self._added_contents.items()}
+        self._is_harmony = all(mark in self._special for mark in _HARMONY)
         # Arguments that would be ignored silently, such as misspelt ones, are refused.
         reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
         self._arguments = data.chat_template_arguments
@@ -223,14 +229,17 @@ class ChatRenderer:
         if tool_format == "none":
             return ()
         schemas = self._schemas if tools is None else tools
-        names = [schema["function"]["name"] for schema in schemas]
-        return calls_in(tool_format, self._pieces(tool_format, token_ids), names)
+        return calls_in(tool_format, self._pieces(tool_format, token_ids), schemas)
 
-    def text_before_calls(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn with tool calls up to the first of their marks."""
-        pieces = self._pieces(self.tool_format, token_ids)
-        first = next((n for n, piece in enumerate(pieces) if isinstance(piece, Mark)), 0)
-        return "".join(pieces[:first])
+    def content(self, token_ids: Sequence[int], *, has_calls: bool) -> str:
+        """Return what a turn says besides its calls; without calls, all of its text.
+
+        Of harmony (gpt-oss) these are the messages to the user, analysis as ``<think>…</think>``.
+        """
+        if not (has_calls or self._is_harmony):
+            return self.decode(token_ids, skips_special=True)
+        tool_format = "harmony" if self._is_harmony else self.tool_format
+        return content_in(tool_format, self._pieces(tool_format, token_ids))
 
     def _pieces(self, tool_format: str, token_ids: Sequence[int]) -> list[str]:
         """Cut a turn at the marks of a tool format."""
@@ -267,8 +276,15 @@ class ChatRenderer:
         Raises:
             ValueError: The template refuses the messages, or leaves one out.
         """
-        text = self._after_answer(self._plain(messages), generation_prompt=True, tools=tools)
-        if has_end:
+        messages = self._plain(messages)
+        if self._is_harmony:  # outputs name the tool
+            [*_, call] = self.calls(after, tools) or [_CALL]
+            messages.insert(0, _call_message(call.name, {"text": _ANSWER}))
+        text = self._after_answer(messages, generation_prompt=True, tools=tools)
+        if self._is_harmony:  # whatever ended the turn, a message begins here
+            text = text.partition(_ANSWER)[2]
+            text = ("" if has_end else "<|end|>") + text[text.index(_HARMONY[0]) :]
+        elif has_end:
             text = text.removeprefix(self._end_of_turn)
         role = self._added_contents.get(after[-1]) if len(after) else None
         if role is not None and text.lstrip().startswith(role):
@@ -302,13 +318,14 @@ class ChatRenderer:
         question = [{"role": "user", "content": "?"}]
         try:
             after = self._end_of_turn or self._after_answer(question, generation_prompt=False)
-            [[turn_end, *_]] = self.token_ids([after.lstrip()])
+            after = "<|return|>" if self._is_harmony else after.lstrip()
+            [[turn_end, *_]] = self.token_ids([after])
         except ValueError:  # what ``text`` raises for each question, or no end at all
             return []
         if turn_end not in self._added.values():
             return []
         end, marker = self._tokenizer.eos_token_id, self.decode([turn_end])
-        call_end = self._added.get(_END_OF_CALL, end) if self.tool_format == "llama3" else end
+        call_end = self._added.get(_ENDS_OF_CALLS.get(self.tool_format, ""), end)
         for what, token in (("a tool call", call_end), ("a turn", turn_end)):
             if token not in named | {end}:
                 return [
@@ -328,11 +345,9 @@ class ChatRenderer:
 
     def _check_tool_format(self) -> None:
         """Refuse a format that does not read the template's own rendering of a call."""
-        call = {"name": _CALL.name, "arguments": dict(_CALL.arguments)}
-        calls = [{"id": "call00000", "type": "function", "function": call}]
         asked: list[Message] = [
             {"role": "user", "content": _ANSWER},
-            {"role": "assistant", "content": "", "tool_calls": calls},
+            _call_message(_CALL.name, dict(_CALL.arguments)),
         ]
         try:
             text = self._render(asked, generation_prompt=False, tools=[_TOOL])
@@ -450,3 +465,9 @@ def _marked(message: Message, mark: str) -> Message:
         return {**message, "content": mark}
     calls = [{**call, "function": {**call["function"], "name": mark}} for call in calls]
     return {**message, "tool_calls": calls}
+
+
+def _call_message(name: str, arguments: Any) -> Message:
+    function = {"name": name, "arguments": arguments}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}

@@ -28,7 +28,7 @@ from pydantic import FiniteFloat
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.staleness import join_spans, spans_of, token_versions
-from bapo_megatron.data.tools import Message, checked_message
+from bapo_megatron.data.tools import Message, checked_message, with_errors
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.types import FinishReason, PromptTokens, Sample, VersionSpans, WrittenSpan
 
@@ -385,6 +385,8 @@ class Record:
         parent = self._turns[keys[place]]
         turn = parent.turn.token_ids.tolist()
         has_end = parent.finish_reason is FinishReason.STOP
+        if conversation.tools:
+            tail = with_errors(renderer.calls(turn, conversation.tools), tail)
         token_ids = renderer.continuation(tail, conversation.tools, after=turn, has_end=has_end)
         return Call(name, parent, np.array(token_ids, np.int32))
 

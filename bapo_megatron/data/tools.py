@@ -7,9 +7,14 @@ token is the mark, so that a text which spells it out calls nothing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import Any
+
+from pydantic_core import from_json
 
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import parse_json
@@ -18,11 +23,34 @@ Message = dict[str, Any]
 """A chat message: ``role`` and ``content``, a text or parts of type ``text``; an assistant's may
 have ``tool_calls`` and the reasoning before them, a tool's ``name`` and ``tool_call_id``."""
 
+_TAGS = ("<tool_call>", "</tool_call>")
+_GLM_TAGS = (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 MARKS = {
-    "hermes": ("<tool_call>", "</tool_call>"),
+    "hermes": _TAGS,
     "llama3": ("<|python_tag|>",),
+    "qwen3_coder": _TAGS,
+    "glm45": _GLM_TAGS,
+    "harmony": (
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        *("<|end|>", "<|call|>", "<|return|>"),
+    ),
 }
 """The marks of each of ``config.rollout.TOOL_FORMATS``."""
+_XML = {
+    "qwen3_coder": (
+        re.compile(r"\s*<function=([^>\n]+)>\s*"),
+        re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+        "</function>",
+    ),
+    "glm45": (
+        re.compile(r"\s*([^<\n]+)\s*"),
+        re.compile(r"<arg_key>([^<]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL),
+        "",
+    ),
+}
+"""How a call begins, one argument, and how the call ends."""
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Values as Qwen3-Coder's template writes them."""
 _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 """Further fields of a message that templates read."""
 UNSEEN = frozenset(
@@ -33,7 +61,9 @@ UNSEEN = frozenset(
     )
 )
 """Columns, and fields of messages, that the model should see and no template renders."""
-_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+Schemas = Mapping[str, Mapping[str, Any] | None]
+"""The JSON schemas of each tool's arguments, by its name."""
+_ESCAPED = (*_GLM_TAGS, "<tool_response>", "</tool_response>")
 
 
 class Mark(str):
@@ -52,15 +82,48 @@ class ToolCall:
     """Why it cannot be run, for the policy to read; empty if it can."""
 
 
-def calls_in(tool_format: str, pieces: Sequence[str], names: Sequence[str]) -> tuple[ToolCall, ...]:
-    """Return the calls in a turn of texts and ``Mark``s; ``names`` are those of the tools."""
-    texts = _hermes_calls(pieces) if tool_format == "hermes" else _llama3_calls(pieces)
-    return tuple(call if isinstance(call, ToolCall) else _call(call, names) for call in texts)
+def calls_in(
+    tool_format: str, pieces: Sequence[str], tools: Sequence[Mapping[str, Any]]
+) -> tuple[ToolCall, ...]:
+    """Return the calls in a turn of texts and ``Mark``s; ``tools`` are JSON schemas."""
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    if tool_format == "harmony":
+        return tuple(_harmony_calls(pieces, schemas))
+    texts = _llama3_calls(pieces) if tool_format == "llama3" else _tagged_calls(pieces)
+    read = partial(_xml_call, *_XML[tool_format]) if tool_format in _XML else _json_call
+    return tuple(text if isinstance(text, ToolCall) else read(text, schemas) for text in texts)
+
+
+def content_in(tool_format: str, pieces: Sequence[str]) -> str:
+    """Return what a turn of texts and ``Mark``s says before its calls.
+
+    Of harmony these are the messages to the user, those of the channel analysis in think tags.
+    """
+    if tool_format != "harmony":
+        first = next((n for n, piece in enumerate(pieces) if isinstance(piece, Mark)), 0)
+        return "".join(pieces[:first])
+    if not any(isinstance(piece, Mark) for piece in pieces):
+        return "".join(pieces)
+    return "".join(
+        f"<think>{text}</think>" if "analysis" in header else text
+        for header, text, _ in _harmony_messages(pieces)
+        if not _recipient(header)
+    )
+
+
+def with_errors(calls: Sequence[ToolCall], messages: Sequence[Message]) -> list[Message]:
+    """Add the errors of calls that no client saw to the outputs of the others, in their order."""
+    outputs = list(takewhile(lambda message: message["role"] == "tool", messages))
+    rest = messages[len(outputs) :]
+    for place, call in enumerate(calls):
+        if call.error and outputs:
+            outputs.insert(place, {"role": "tool", "content": f"error: {call.error}"})
+    return [*outputs, *rest]
 
 
 def escaped(text: str) -> str:
     """Return a tool's output in which tags of tool formats are no tags."""
-    for tag in _TAGS:
+    for tag in _ESCAPED:
         text = text.replace(tag, f"&lt;{tag[1:]}")
     return text
 
@@ -114,12 +177,12 @@ def _checked_call(call: Any) -> dict[str, Any]:
     return {**identity, "type": "function", "function": function}
 
 
-def _hermes_calls(pieces: Sequence[str]) -> Iterator[str | ToolCall]:
-    """``<tool_call>{json}</tool_call>``, any number of times between other text."""
-    start, end = MARKS["hermes"]
+def _tagged_calls(pieces: Sequence[str]) -> Iterator[str | ToolCall]:
+    """``<tool_call>…</tool_call>``, any number of times between other text."""
+    start, end = _TAGS
     text: str | None = None
     for piece in (*pieces, Mark("")):
-        is_mark = isinstance(piece, Mark)
+        is_mark = isinstance(piece, Mark) and piece in (start, end, "")
         if is_mark and piece == end and text is not None:
             yield text
         elif is_mark and (text is not None or piece == end):
@@ -150,7 +213,36 @@ def _llama3_calls(pieces: Sequence[str]) -> Iterator[str | ToolCall]:
         at = len(text) - len(rest)
 
 
-def _call(text: str, names: Sequence[str]) -> ToolCall:
+def _harmony_messages(pieces: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield header, text and end of each ``HEADER<|message|>TEXT<|end|>`` of a turn."""
+    header, text = "", None
+    for piece in (*pieces, Mark("")):
+        if not isinstance(piece, Mark) or piece in ("<|channel|>", "<|constrain|>"):
+            header, text = (header + piece, None) if text is None else (header, text + piece)
+        elif piece == "<|message|>":
+            text = ""
+        else:
+            if text is not None:
+                yield header, text, piece
+            header, text = "", None
+
+
+def _recipient(header: str) -> str:
+    """The tool that a message is for; empty if it is for the user."""
+    match = re.search(r"\bto=(?:functions\.)?([^\s<]+)", header)
+    return match[1] if match else ""
+
+
+def _harmony_calls(pieces: Sequence[str], schemas: Schemas) -> Iterator[ToolCall]:
+    """``… to=functions.NAME …<|message|>{json}<|call|>``, or ``<|end|>`` at last."""
+    for header, text, end in _harmony_messages(pieces):
+        if name := _recipient(header):
+            is_whole = end in ("<|call|>", "<|end|>")
+            error = ToolCall(name, error="a tool call lacks its <|call|>")
+            yield _call(name, text, schemas) if is_whole else error
+
+
+def _json_call(text: str, schemas: Schemas) -> ToolCall:
     try:
         value = parse_json(text)
     except ValueError as error:
@@ -158,9 +250,49 @@ def _call(text: str, names: Sequence[str]) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
         return ToolCall(error='a tool call must be {"name": …, "arguments": {…}}')
-    if name not in names:
-        return ToolCall(error=f"there is no tool {shown_value(name)}, only {', '.join(names)}")
-    arguments = value.get("arguments", value.get("parameters"))
+    return _call(name, value.get("arguments", value.get("parameters")), schemas)
+
+
+def _xml_call(
+    opening: re.Pattern[str], argument: re.Pattern[str], end: str, text: str, schemas: Schemas
+) -> ToolCall:
+    """A call whose arguments are texts, which the tool's schema types."""
+    if (match := opening.match(text)) is None:
+        return ToolCall(error="a tool call must begin with the tool's name")
+    name, at, arguments = match[1].strip(), match.end(), {}
+    properties = (schemas.get(name) or {}).get("properties") or {}
+    while match := argument.match(text, at):
+        key, at = match[1].strip(), match.end()
+        arguments[key] = _typed(match[2], _types(properties.get(key)))
+    if (rest := text[at:].strip()) != end:
+        rule = f"must end with {end}" if end else "must hold arguments only"
+        return ToolCall(name, error=f"a call of {name} {rule}, got {shown_value(rest)}")
+    return _call(name, arguments, schemas)
+
+
+def _types(schema: Any) -> set[str]:
+    """The types that a JSON schema names; none if it names none."""
+    schema = schema if isinstance(schema, dict) else {}
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else {*named}
+    return types.union(*map(_types, schema.get("anyOf") or schema.get("oneOf") or ()))
+
+
+def _typed(text: str, types: set[str]) -> Any:
+    """An argument's value: its text if the types name string, else its JSON, if it is any."""
+    if "string" in types and not (text == "null" and "null" in types):
+        return text
+    try:
+        return parse_json(_PYTHON.get(text, text))
+    except ValueError:
+        return text
+
+
+def _call(name: str, arguments: Any, schemas: Schemas) -> ToolCall:
+    if name not in schemas:
+        return ToolCall(
+            name, error=f"there is no tool {shown_value(name)}, only {', '.join(schemas)}"
+        )
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)
@@ -168,4 +300,8 @@ def _call(text: str, names: Sequence[str]) -> ToolCall:
             return ToolCall(name, error=f"the arguments of {name} are {error}")
     if not isinstance(arguments, dict):
         return ToolCall(name, error=f"the arguments of {name} must be an object")
+    try:  # clients' parsers take no half surrogate pairs, Infinity or depth 200
+        from_json(json.dumps(arguments), allow_inf_nan=False)
+    except (ValueError, RecursionError):
+        return ToolCall(name, error=f"the arguments of {name} are not strict JSON")
     return ToolCall(name, arguments)

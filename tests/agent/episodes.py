@@ -17,7 +17,7 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.record import Call, Completion, Record
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.types import FinishReason, PromptTokens, Sample
-from tests.data.test_tools import HERMES
+from tests.data.test_tools import ADDED, TEMPLATES
 
 EOS = "<|im_end|>"
 TOOL = {
@@ -36,11 +36,15 @@ def agent_config(**rollout: Any) -> RolloutConfig:
     )
 
 
-def make_renderer(tokenizer_dir: Path, **rollout: Any) -> ChatRenderer:
-    """A renderer of Qwen2.5's kind, with one token per byte."""
+def make_renderer(tokenizer_dir: Path, tool_format: str = "hermes", **rollout: Any) -> ChatRenderer:
+    """A renderer of a format's kind of template, with one token per byte."""
     tokenizer = load_tokenizer(tokenizer_dir)
-    tokenizer.chat_template = HERMES
-    return ChatRenderer(tokenizer, DataConfig(), agent_config(**rollout))
+    tokenizer.chat_template = TEMPLATES[tool_format]
+    special, plain = ADDED[tool_format] if tool_format != "hermes" else ([], [])
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(plain)
+    config = agent_config(tool_format=tool_format, **rollout)
+    return ChatRenderer(tokenizer, DataConfig(), config)
 
 
 def sequences_of(record: Record) -> Sequence[Sample]:
@@ -60,13 +64,16 @@ class Policy:
         """All that were sampled, in order."""
         self.prompts: list[list[int]] = []
         """What the engine saw for each."""
+        self.ends = EOS, "<|eom_id|>", "<|eot_id|>", "<|call|>", "<|return|>"
 
     async def sample(self, call: Call) -> None:
         self.calls.append(call)
         self.prompts.append(call.prompt().tolist())
-        [token_ids] = self.renderer.token_ids([self.says(call) + EOS])
+        text = self.says(call)
+        text += "" if text.endswith(self.ends) else EOS
+        [token_ids] = self.renderer.token_ids([text])
         token_ids = token_ids[call.num_tokens :][: call.max_tokens - call.num_tokens]
-        has_end = self.renderer.decode(token_ids).endswith(EOS)
+        has_end = self.renderer.decode(token_ids).endswith(self.ends)
         ids = np.array(token_ids, np.int32)
         logprobs = np.array([-random.random() for _ in ids], np.float32)
         end = FinishReason.STOP if has_end else FinishReason.LENGTH

@@ -104,6 +104,79 @@ async def test_a_conversation_of_the_sdk_with_a_tool_is_one_sequence(
     assert not any(call.is_fork for call in session.record.calls)
 
 
+XML_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+CALL_OF_HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+    ' to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+)
+LLAMA3_CALL = '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "call", "answer", "written"),
+    [
+        ("hermes", CALL.replace(', "b": "ü"', ""), "2", "\n<tool_response>\n2\n"),
+        ("llama3", LLAMA3_CALL, "2<|eot_id|>", "ipython<|end_header_id|>\n\n2"),
+        ("qwen3_coder", XML_CALL, "2", "\n<tool_response>\n2\n"),
+        ("glm45", GLM_CALL, "2", "\n<tool_response>\n2\n"),
+        (
+            "harmony",
+            CALL_OF_HARMONY,
+            "<|channel|>final<|message|>2<|return|>",
+            '<|call|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|>',
+        ),
+    ],
+)
+async def test_an_episode_of_each_tool_format_is_one_sequence(
+    tokenizer_dir: Path, tool_format: str, call: str, answer: str, written: str
+) -> None:
+    renderer = make_renderer(tokenizer_dir, tool_format)
+    policy = Policy(renderer, says(call, answer, answer))
+    async with served(renderer, policy.sample) as (session, sdk):
+        messages: list[Any] = list(ASK)
+        for asked in (None, {"role": "user", "content": "Sure?"}, None):
+            completion = await sdk.chat.completions.create(
+                model="policy", messages=messages, tools=[TOOL]
+            )
+            message = completion.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for tool_call in message.tool_calls or ():
+                assert json.loads(tool_call.function.arguments) == {"a": 1}
+                messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": "2"})
+            messages += [asked] if asked else []
+        assert message.content == "2"
+    [sequence] = sequences_of(session.record)
+    assert written in renderer.decode(sequence.response_token_ids.tolist())
+    assert not any(call.is_fork for call in session.record.calls)
+
+
+async def test_the_policy_reads_the_errors_of_calls_beside_valid_ones(
+    renderer: ChatRenderer,
+) -> None:
+    unknown = '<tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call>'
+    policy = Policy(renderer, says(f"{unknown}{CALL}<tool_call>{{</tool_call>", unknown))
+    async with served(renderer, policy.sample) as (session, sdk):
+        first = await sdk.chat.completions.create(**ASKED, tools=[TOOL])
+        message = first.choices[0].message
+        assert message.content is None
+        [call] = message.tool_calls or ()
+        output = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+        messages: list[Any] = [*ASK, message.model_dump(exclude_none=True), output]
+        last = await sdk.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+        assert last.choices[0].message.content == unknown
+        assert last.choices[0].message.tool_calls is None
+    assert len(sequences_of(session.record)) == 1
+    outputs = renderer.decode(policy.prompts[1]).split("<tool_response>\n")[1:]
+    assert [output.partition("\n")[0] for output in outputs] == [
+        "error: there is no tool 'rm', only add",
+        "2",
+        "error: a tool call is not valid JSON (Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1))",
+    ]
+    assert not any(call.is_fork for call in session.record.calls)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_the_responses_api_continues_its_own_items(
     renderer: ChatRenderer, streamed: bool
