@@ -87,23 +87,10 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Byte tokens have ids 0 to 255; ``<|im_end|>`` ends a sequence.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tests.fakes.byte_tokenizer import save_byte_tokenizer
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: number for number, character in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    fast.chat_template = CHAT_TEMPLATE
     folder = tmp_path_factory.mktemp("tokenizer")
-    fast.save_pretrained(folder)
+    save_byte_tokenizer(folder, CHAT_TEMPLATE)
     return folder
 
 

@@ -142,6 +142,7 @@ def test_make_has_the_targets_that_a_page_names(page: Path) -> None:
 def test_modules_of_a_page_exist_and_know_their_options(page: Path) -> None:
     text = prose(page) + "".join(block.code for block in blocks(page))
     for module, rest in re.findall(r"python -m ((?:tests|examples)\.[\w.]+)([^\n`]*)", text):
-        source = REPOSITORY.joinpath(*module.split(".")).with_suffix(".py").read_text()
+        path = REPOSITORY.joinpath(*module.split("."))
+        source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
         for option in re.findall(r"--[a-z][a-z-]+", rest):
             assert f'"{option}"' in source, f"{module}: no {option}"
