@@ -36,6 +36,7 @@ from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
 from bapo_megatron.config.scorers import (
     REFERENCE_KEY,
     TEACHER_KEY,
+    CenteringConfig,
     DistillationConfig,
     FrozenModelConfig,
     KlConfig,
@@ -125,6 +126,7 @@ class _AlgorithmKeys(Section):
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
     distillation: DistillationConfig = DistillationConfig()
+    centering: CenteringConfig = CenteringConfig()
     updates_per_batch: int = Field(1, ge=1)
     """Number of optimizer updates that a batch is split into (whole groups each)."""
     epochs: int = Field(1, ge=1)

@@ -110,6 +110,11 @@ class DistillationConfig(Section):
         return self.coefficient > 0
 
     @property
+    def num_top(self) -> int:
+        """Tokens per position of the columns with the teacher's likeliest; 0 without them."""
+        return self.top_k if self.loss == "top_k" else 0
+
+    @property
     def is_over_vocabulary(self) -> bool:
         """Whether the loss compares distributions, not only log-probs of sampled tokens."""
         return self.is_used and self.loss != "tokens"
@@ -135,3 +140,24 @@ class DistillationConfig(Section):
                 f"loss: {self.loss}, got '{self.teacher.engine}'; change one of them"
             )
         return self
+
+
+class CenteringConfig(Section):
+    """Score centering: subtract the mean of the weighted score under the sampler's distribution.
+
+    docs/objectives.md has the equations (arXiv 2609.20807).
+    """
+
+    top_k: int = Field(0, ge=0, le=1024)
+    """Likeliest tokens of the sampler at each position, with their log-probs; the rest of the
+    vocabulary is taken to be the policy's, scaled. 0: no centering."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the loss is centred."""
+        return self.top_k > 0
+
+    @property
+    def num_top(self) -> int:
+        """Tokens per position of the columns that the engine fills."""
+        return self.top_k

@@ -1,4 +1,4 @@
-"""Token columns: what scorers compute for each sampled token, declared once.
+"""Token columns: what scorers or engines compute for each sampled token, declared once.
 
 ``Sample.columns`` [Q], ``MicroBatch.columns`` [T] and ``TokenBatch.columns`` [T] hold a column
 under its name. Dumps, checkpoints, packing, context parallelism and the report's reader follow the
@@ -27,7 +27,7 @@ class TokenColumn:
     default: float
     """Value of tokens for which nothing was computed."""
     filled_by: str
-    """Section of the configuration whose scorer fills it."""
+    """Section of the configuration that needs it, and whose scorer or engine fills it."""
     label: str = ""
     """Name in the report's reader and in messages; empty: not shown."""
     is_wide: bool = False
@@ -44,6 +44,7 @@ class TokenColumn:
 
 REFERENCE, TEACHER = "reference_logprob", "teacher_logprob"
 TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS = "sampler_top_ids", "sampler_top_logprobs"
 TEACHER_HIDDEN = "teacher_hidden"
 """[T, H] input of the teacher's head: on the last stage only, never dumped, so not declared."""
 
@@ -52,6 +53,8 @@ _DECLARED = (
     TokenColumn(TEACHER, np.float32, np.nan, "algorithm.distillation", "log-prob of the teacher"),
     TokenColumn(TEACHER_TOP_IDS, np.int32, -1, "algorithm.distillation", is_wide=True),
     TokenColumn(TEACHER_TOP_LOGPROBS, np.float32, np.nan, "algorithm.distillation", is_wide=True),
+    TokenColumn(SAMPLER_TOP_IDS, np.int32, -1, "algorithm.centering", is_wide=True),
+    TokenColumn(SAMPLER_TOP_LOGPROBS, np.float32, np.nan, "algorithm.centering", is_wide=True),
 )
 COLUMNS: dict[str, TokenColumn] = {column.name: column for column in _DECLARED}
 """All of them, by name. Log-probs are at the sampling temperature."""
@@ -59,12 +62,12 @@ COLUMNS: dict[str, TokenColumn] = {column.name: column for column in _DECLARED}
 
 def scored(config: AlgorithmConfig) -> dict[str, tuple[type, int | None]]:
     """Return the columns that every batch of a run has: dtype, and K of a wide one, by name."""
-    distillation, kinds = config.distillation, {}
-    top_k = distillation.top_k if distillation.loss == "top_k" else None
+    kinds: dict[str, tuple[type, int | None]] = {}
     for name, column in COLUMNS.items():
-        section = getattr(config, column.filled_by.removeprefix("algorithm."), None)
-        if getattr(section, "is_used", True) and (top_k or not column.is_wide):
-            kinds[name] = column.dtype, top_k if column.is_wide else None
+        section = getattr(config, column.filled_by.removeprefix("algorithm."))
+        width = section.num_top if column.is_wide else None
+        if section.is_used and width != 0:
+            kinds[name] = column.dtype, width
     return kinds
 
 
