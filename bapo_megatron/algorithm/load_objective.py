@@ -24,7 +24,7 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.schema import AlgorithmConfig
 
 _METHODS = (
-    *("loss", "statistics", "decide", "foresee", "select", "bounds", "report"),
+    *("loss", "statistics", "decide", "foresee", "select", "weights", "bounds", "report"),
     *("report_decision", "refuses", "explain_refusal"),
 )
 
@@ -74,6 +74,8 @@ def load_objective(
                 check_objective(objective, device, columns)
         except ObjectiveError as error:
             code.refuse(str(error))
+        if config.centering.is_used and not objective.centers:
+            code.refuse("does not center (Objective.centers); set algorithm.centering.top_k: 0")
     if config.entropy_share < 1:
         if objective.needs not in ("token", "update") or objective.speculate == "always":
             raise ConfigError(

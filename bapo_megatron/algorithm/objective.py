@@ -135,6 +135,9 @@ class Objective(ABC):
     """Whether ``select`` leaves tokens out; the denominators then count those that it keeps.
     Requires ``needs`` ``response`` or ``update``."""
 
+    centers: bool = False
+    """Whether ``weights`` is defined, so that ``algorithm.centering`` works."""
+
     @abstractmethod
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the loss of each token, [T], differentiable in ``logprob`` and ``entropy``.
@@ -162,6 +165,14 @@ class Objective(ABC):
     def select(self, tokens: TokenBatch) -> Tensor:
         """Return which tokens train, [T] bool, where ``selects_tokens``."""
         return tokens.mask > 0
+
+    def weights(self, tokens: TokenBatch, ratio_TK: Tensor) -> Tensor:
+        """Return the weights that other tokens would have in the place of these, [T, K].
+
+        The loss's derivative by ℓ is −A w(r): w at ratios [T, K] with all else as in ``tokens``.
+        With ``centers``; the result has the dtype of the ratios.
+        """
+        raise NotImplementedError
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
         """Return the limits (low, high) of r, [] or [T], for ``loss/positive_share``, or None."""
@@ -197,10 +208,22 @@ class FunctionObjective(Objective):
 
     function: Callable[[TokenBatch], Tensor]
     trains_zero_advantage: bool | None = None
+    weight: Callable[[Tensor], Tensor] | None = None
+    """w as a function of the ratio, if that is all it depends on."""
+
+    @property
+    def centers(self) -> bool:  # type: ignore[override]
+        """Whether the weight is known."""
+        return self.weight is not None
 
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the function's losses, [T]."""
         return self.function(tokens)
+
+    def weights(self, tokens: TokenBatch, ratio_TK: Tensor) -> Tensor:
+        """Return the weights at these ratios, [T, K]."""
+        assert self.weight is not None, "centers is False"
+        return self.weight(ratio_TK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +236,8 @@ class NamedObjective:
     """The section ``algorithm.<name>``."""
     dual_clip: bool = False
     """Whether ``algorithm.dual_clip`` applies to it."""
+    centers: bool = False
+    """Whether ``algorithm.centering`` does; not for a loss whose mean score is 0 anyway."""
     key: str = ""
     """Key of its options, if not its name."""
 

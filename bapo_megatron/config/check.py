@@ -224,6 +224,11 @@ def _check_scorers(config: RunConfig) -> None:
             f"ops.logits_chunk_tokens: must be above 0 with {key}.loss: {distillation.loss}, got "
             "0: the loss reads logits in chunks; set 1024, or change the loss"
         )
+    if config.algorithm.centering.is_used and not config.ops.logits_chunk_tokens:
+        raise ConfigError(
+            "ops.logits_chunk_tokens: must be above 0 with algorithm.centering, got 0: the loss "
+            "reads logits in chunks; set 1024, or algorithm.centering.top_k: 0"
+        )
     if distillation.has_engine and config.rollout.temperature != 1:
         raise ConfigError(
             f"rollout.temperature: must be 1 with {key}.teacher.engine: "

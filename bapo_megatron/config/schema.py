@@ -215,7 +215,25 @@ class AlgorithmConfig(_WithOptions):
                 f"{self.behaviour}: the correction compares the trainer's log-probs with the "
                 "engine's; change one of them"
             )
+        if self.centering.is_used:
+            self._check_centering()
         return self
+
+    def _check_centering(self) -> None:
+        named = _objectives.NAMED.get(self.objective)
+        if named is not None and not named.centers:
+            names = ", ".join(name for name, value in _objectives.NAMED.items() if value.centers)
+            raise ValueError(
+                f"objective must be {names}, or one of your own that centers, with centering.top_k:"
+                f" {self.centering.top_k}, got {self.objective}: the mean of its weighted score is "
+                "0 or undefined; change it, or set top_k: 0"
+            )
+        if self.behaviour != "rollout":
+            raise ValueError(
+                f"behaviour must be rollout with centering.top_k: {self.centering.top_k}, got "
+                f"{self.behaviour}: the sampler's distribution is known, the recomputed one is "
+                "not; change one of them"
+            )
 
 
 class OpsConfig(Section):

@@ -170,6 +170,9 @@ class Chunks:
     chunk_tokens: int
     """Maximum number of tokens whose logits are held at a time."""
     teacher: Teacher | None = None
+    head_TK: Tensor | None = None
+    """[T, K] int64: other tokens at each position whose log-probs the loss depends on, without
+    repeats; below 0: no token."""
 
     @property
     def columns(self) -> Columns:
@@ -224,7 +227,7 @@ class Chunks:
         target_C, columns = self.target_T[chunk], self.columns
         if self.teacher is None:
             logprob_C, entropy_C, max_C, log_sum_C = self.combine(self.partials(logits_CV, chunk))
-            gradient = token_loss(logprob_C, entropy_C, chunk)
+            kl_C = None
         else:
             assert teacher_buffer_CV is not None
             direction = self.teacher.direction
@@ -237,11 +240,18 @@ class Chunks:
             logprob_C, entropy_C, max_C, log_sum_C, *teacher, kl_C = torch.ops.bapo.kl_combine(
                 partials_PC8, columns.temperature, direction
             )
-            gradient = token_loss(logprob_C, entropy_C, chunk, kl_C)
+        head_CK = None
+        if self.head_TK is not None:
+            head_CK = self._head_logprobs(logits_CV, self.head_TK[chunk], max_C, log_sum_C)
+        gradient = token_loss(logprob_C, entropy_C, chunk, kl_C, head_CK)
         softmax = (target_C, max_C, log_sum_C, entropy_C)
+        by_logprob_C = gradient.logprob_T
+        if gradient.head_TK is not None:
+            # Every log-prob has the derivative −p_j by the other logits.
+            by_logprob_C = by_logprob_C + gradient.head_TK.sum(dim=1)
         if gradient.kl_T is None:
             torch.ops.bapo.logits_backward_(
-                logits_CV, None, *softmax, gradient.logprob_T, gradient.entropy_T, *columns
+                logits_CV, None, *softmax, by_logprob_C, gradient.entropy_T, *columns
             )
         else:
             torch.ops.bapo.kl_backward_(
@@ -250,13 +260,48 @@ class Chunks:
                 *softmax,
                 *teacher,
                 kl_C,
-                gradient.logprob_T,
+                by_logprob_C,
                 gradient.entropy_T,
                 gradient.kl_T,
                 *columns,
                 direction,
             )
+        if gradient.head_TK is not None:
+            assert self.head_TK is not None
+            self._move_to_head(logits_CV, self.head_TK[chunk], target_C, gradient.head_TK)
         return gradient.loss, logprob_C, entropy_C
+
+    def _head_logprobs(
+        self, logits_CV: Tensor, ids_CK: Tensor, max_C: Tensor, log_sum_C: Tensor
+    ) -> Tensor:
+        """Return the log-probs of the head's tokens, [C, K] float32, equal on all ranks."""
+        local_CK, is_here_CK = self._local(ids_CK, logits_CV)
+        shifted_CK = logits_CV.gather(1, local_CK).float() - max_C[:, None]
+        logprob_CK = shifted_CK / self.temperature - log_sum_C[:, None]
+        logprob_CK = torch.where(is_here_CK, logprob_CK, -torch.inf)
+        if self.head.num_ranks > 1:
+            dist.all_reduce(logprob_CK, dist.ReduceOp.MAX, group=self.head.tensor_group)
+        return logprob_CK
+
+    def _move_to_head(
+        self, grad_CV: Tensor, ids_CK: Tensor, target_C: Tensor, by_head_CK: Tensor
+    ) -> None:
+        """Add the head's derivatives to its logits' gradients, less what the target got of them."""
+        ids_CL = torch.cat((ids_CK, target_C[:, None]), dim=1)
+        local_CL, is_here_CL = self._local(ids_CL, grad_CV)
+        total_C1 = by_head_CK.sum(dim=1, keepdim=True)
+        # In one place: rounding must not depend on the order of additions.
+        is_target_CK = ids_CK == target_C[:, None]
+        value_CK = by_head_CK - total_C1 * is_target_CK
+        rest_C1 = -total_C1 * ~is_target_CK.any(dim=1, keepdim=True)
+        value_CL = torch.cat((value_CK, rest_C1), dim=1) / self.temperature
+        grad_CV.scatter_add_(1, local_CL, torch.where(is_here_CL, value_CL, 0.0).to(grad_CV.dtype))
+
+    def _local(self, ids_CK: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's column of each token, any one for others; and which are here."""
+        local_CK, num_columns = ids_CK - self.columns.start, logits_CV.shape[1]
+        is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < num_columns)
+        return local_CK.clamp(0, num_columns - 1), is_here_CK
 
 
 def chunked_logprobs(hidden_MH: Tensor, chunks: Chunks) -> TokenLogprobs:
@@ -293,8 +338,9 @@ def chunked_loss(
     The weight's gradient is added to its ``main_grad`` here, in the forward pass: a caller that
     skips the backward pass must clear it.
 
-    ``token_loss`` is the loss of a chunk's tokens, and with a teacher is also given their
-    divergence from it, [C]; ``hidden_MH`` is as in ``chunked_logprobs``.
+    ``token_loss`` is the loss of a chunk's tokens; with a teacher it also gets their divergence
+    from it, [C], and with ``Chunks.head_TK`` those log-probs, [C, K]. ``hidden_MH`` is as in
+    ``chunked_logprobs``.
 
     Returns:
         The loss (scalar float32); ℓ and H of all tokens, without gradient.

@@ -217,17 +217,25 @@ class LossGradient(NamedTuple):
     """[T] ∂loss/∂H; None if the loss does not depend on the entropy."""
     kl_T: Tensor | None = None
     """[T] ∂loss/∂KL; None if the loss does not depend on the divergence from a teacher."""
+    head_TK: Tensor | None = None
+    """[T, K] ∂loss/∂ log-prob of the head's tokens; None if it does not depend on them."""
 
 
 class TokenLoss(Protocol):
     """The loss of a part of a micro-batch's tokens; parts add up to the whole."""
 
     def __call__(
-        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice,
+        kl_T: Tensor | None = None,
+        head_TK: Tensor | None = None,
     ) -> LossGradient:
         """Compute it for the tokens ``part``, at least one, from their detached ℓ and H, [T].
 
         ``kl_T`` [T] is the KL divergence between policy and teacher, in nats; None without one.
+        ``head_TK`` [T, K] has the log-probs of ``Chunks.head_TK``, −inf where there is no token.
         """
         ...
 
@@ -252,7 +260,7 @@ class _AppliedLoss(torch.autograd.Function):
         if len(logprob_T) == 0:
             ctx.save_for_backward(torch.zeros_like(logprob_T), None)
             return logprob_T.new_zeros(())
-        loss, by_logprob_T, by_entropy_T, _ = token_loss(
+        loss, by_logprob_T, by_entropy_T, *_ = token_loss(
             logprob_T.detach(), entropy_T.detach(), slice(0, len(logprob_T))
         )
         ctx.save_for_backward(by_logprob_T, by_entropy_T)

@@ -318,7 +318,12 @@ class PolicyOutput:
             overwrite_logits=True,
         )
 
-    def chunks(self, micro_batch: MicroBatch, teacher: Teacher | None = None) -> Chunks:
+    def chunks(
+        self,
+        micro_batch: MicroBatch,
+        teacher: Teacher | None = None,
+        head_TK: Tensor | None = None,
+    ) -> Chunks:
         """Return the response tokens, for hidden states as output."""
         assert self.head is not None
         return Chunks(
@@ -329,6 +334,7 @@ class PolicyOutput:
             self.temperature,
             self.ops.logits_chunk_tokens,
             teacher,
+            head_TK,
         )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bapo_megatron.algorithm.centering import Head, head_coefficients
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.load_objective import load_objective
 from bapo_megatron.algorithm.loss import (
@@ -34,6 +35,8 @@ from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
     REFERENCE,
+    SAMPLER_TOP_IDS,
+    SAMPLER_TOP_LOGPROBS,
     TEACHER_HIDDEN,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
@@ -118,6 +121,7 @@ class LossStage:
             "correct": config.correction.kind != "none",
             "reference": config.kl.is_used,
             "teacher": config.distillation.is_used,
+            "centering": config.centering.is_used,
         }
         used = {name for name, on in features.items() if on}
         self.numbers = Numbers(self.loaded.report_names, used)
@@ -196,7 +200,11 @@ class LossStage:
             loss = apply_token_loss(*policy, token_loss)
             policy = _detached(policy)
         else:
-            chunks = reader.chunks(micro_batch, self._teacher(safe.micro_batch))
+            head_TK = None
+            if self._config.centering.is_used:
+                head_TK = safe.micro_batch.columns[SAMPLER_TOP_IDS].long()
+            chunks = reader.chunks(micro_batch, self._teacher(safe.micro_batch), head_TK)
+            token_loss.is_whole_head = head_TK is not None and head_TK.shape[1] >= chunks.vocab_size
             loss, policy = chunked_loss(output, chunks, token_loss)
         sums, maxima = self.numbers.zeros(self._device)
         batches: list[TokenBatch] = []
@@ -277,7 +285,7 @@ class LossStage:
 
 
 class MicroBatchLoss:
-    """A ``TokenLoss``: objective, weights, entropy bonus and KL terms; keeps what is reported."""
+    """A ``TokenLoss``: objective, weights and the terms beside it; keeps what is reported."""
 
     def __init__(self, objective: Objective, safe: SafeTokens) -> None:
         self.safe = safe
@@ -286,6 +294,10 @@ class MicroBatchLoss:
             self.weight_T = self.weight_T * safe.correction_T
         self.kl_T: Tensor | None = None
         """[T] KL between teacher and policy, with a loss over the vocabulary."""
+        self.head_T: Head | None = None
+        """Of all tokens, with centering; its coefficients are [T, 1], their absolute sums."""
+        self.is_whole_head = False
+        """Whether the head is the whole vocabulary."""
         self.loss_T = torch.empty_like(self.weight_T)
         self.derivative_T = torch.empty_like(self.weight_T)
         self.finite_T = torch.empty_like(safe.trains_T)
@@ -294,7 +306,12 @@ class MicroBatchLoss:
         self.objective = objective
 
     def __call__(
-        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice,
+        kl_T: Tensor | None = None,
+        head_TK: Tensor | None = None,
     ) -> LossGradient:
         """See ``TokenLoss``."""
         tokens = self.safe.batch(logprob_T, entropy_T, part, has_ratio=False)
@@ -333,7 +350,30 @@ class MicroBatchLoss:
             if self.kl_T is None:
                 self.kl_T = torch.zeros_like(self.weight_T)
             self.kl_T[part] = kl_T
-        return LossGradient(loss, by_logprob_T, by_entropy_T, by_kl_T)
+        by_head_TK = None
+        if head_TK is not None:
+            by_head_TK = self._center(tokens, weight_T, head_TK, part)
+            terms_TK = torch.where(by_head_TK == 0, 0.0, by_head_TK * head_TK)
+            loss = loss + terms_TK.sum(dtype=torch.float64)
+        return LossGradient(loss, by_logprob_T, by_entropy_T, by_kl_T, by_head_TK)
+
+    def _center(self, tokens: TokenBatch, weight_T: Tensor, head_TK: Tensor, part: slice) -> Tensor:
+        """Return the derivatives of the centering term by the head's log-probs, [T, K]."""
+        sampler_TK = tokens.columns[SAMPLER_TOP_LOGPROBS]
+        head = head_coefficients(
+            self.objective, tokens, head_TK, sampler_TK, is_whole=self.is_whole_head
+        )
+        drift_T1 = head.coefficient_TK.abs().sum(dim=1, keepdim=True)
+        if self.head_T is None:
+            num_tokens = len(self.weight_T)
+            self.head_T = Head(
+                *(t.new_zeros(num_tokens, *t.shape[1:]) for t in (drift_T1, *head[1:]))
+            )
+        for kept, value in zip(self.head_T, (drift_T1, *head[1:]), strict=True):
+            kept[part] = value
+        scale_T = (weight_T * tokens.advantage).double()
+        by_head_TK = scale_T[:, None] * head.coefficient_TK
+        return torch.where((scale_T != 0)[:, None], by_head_TK, 0.0).float()
 
 
 class SafeTokens:

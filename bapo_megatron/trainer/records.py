@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bapo_megatron.algorithm.centering import Head
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import RESPONSE_UNIT
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
@@ -116,6 +117,8 @@ class TokenView:
         """Limit of the correction; infinite if it has none."""
         self.kl_teacher_T: Tensor | None = loss.kl_T
         """KL between teacher and policy, with a loss over the vocabulary."""
+        self.head: Head | None = loss.head_T
+        """What centering knows of each token."""
 
 
 def _kl_behaviour(view: TokenView) -> Tensor:
@@ -133,6 +136,11 @@ def _kl_teacher(view: TokenView) -> Tensor:
     if view.kl_teacher_T is not None:
         return view.kl_teacher_T
     return view.tokens.behaviour_logprob - view.tokens.columns[TEACHER]
+
+
+def _head(view: TokenView) -> Head:
+    assert view.head is not None, "only measured with centering"
+    return view.head
 
 
 def _correction(view: TokenView) -> Tensor:
@@ -153,6 +161,7 @@ COUNTS: dict[str, Value] = {
     "corrected_tokens": lambda v: v.trains_T,
     "correction_capped": lambda v: v.importance_T > v.cap,
     "correction_masked": lambda v: _correction(v) == 0,
+    "centering_limited": lambda v: _head(v).is_limited_T,
 }
 """Conditions, bool [T], by name; counted over the tokens with m = 1. Here and in ``SUMS``, names
 with a prefix of ``PREFIXES`` need that feature."""
@@ -170,6 +179,12 @@ SUMS: dict[str, Value] = {
         estimate_kl("k3", v.tokens.logprob, v.tokens.columns[REFERENCE]).value_T
     ),
     "teacher_kl": _kl_teacher,
+    "centering_policy_mass": lambda v: _head(v).policy_mass_T,
+    "centering_sampler_mass": lambda v: _head(v).sampler_mass_T,
+    "centering_removed": lambda v: (
+        (v.weight_T * v.tokens.advantage).abs() * _head(v).coefficient_TK[:, 0]
+    ),
+    "centering_whole": lambda v: v.derivative_T.abs(),
 }
 """Values, float32 [T], by name; summed over the tokens with m = 1."""
 
@@ -203,6 +218,10 @@ QUOTIENTS: dict[str, tuple[str, str | tuple[str, ...]]] = {
     "correction/weight_mean": ("correction_weight", "corrected_tokens"),
     "correction/capped_share": ("correction_capped", "corrected_tokens"),
     "correction/masked_share": ("correction_masked", "corrected_tokens"),
+    "centering/policy_mass_mean": ("centering_policy_mass", "tokens"),
+    "centering/sampler_mass_mean": ("centering_sampler_mass", "tokens"),
+    "centering/removed_ratio": ("centering_removed", "centering_whole"),
+    "centering/limited_share": ("centering_limited", "tokens"),
     "train/computed_token_share": ("computed_tokens", "unmasked_tokens"),
     "router/entropy": ("router_entropy", "router_tokens"),
     "router/load_mean": ("router_load", "router_layers"),
@@ -227,8 +246,9 @@ TOTALS = {
 }
 """Metric → the sum that it reports, 0 without updates."""
 
-PREFIXES = ("correct", "reference", "teacher")
-"""Prefixes of names that need ``algorithm.correction``, ``kl`` or ``distillation``, in order."""
+PREFIXES = ("correct", "reference", "teacher", "centering")
+"""Prefixes of names that need ``algorithm.correction``, ``kl``, ``distillation`` or ``centering``,
+in order."""
 _REPORT = "report: "
 """Prefix of the sums that the objective reports; they are divided by ``tokens``."""
 

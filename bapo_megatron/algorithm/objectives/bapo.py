@@ -195,4 +195,8 @@ class Bapo(Clip):
         )
 
 
-NAMED = {"bapo": NamedObjective(lambda o, c: Bapo(o, c.dual_clip), BapoConfig, dual_clip=True)}
+NAMED = {
+    "bapo": NamedObjective(
+        lambda o, c: Bapo(o, c.dual_clip), BapoConfig, dual_clip=True, centers=True
+    )
+}

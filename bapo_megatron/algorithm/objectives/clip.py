@@ -64,6 +64,7 @@ class Clip(Objective):
     """The clipped loss; subclasses say where ``bounds`` come from."""
 
     trains_zero_advantage = False
+    centers = True
     dual_clip: float | None
     """Upper limit of r where A < 0; None: no limit."""
 
@@ -74,6 +75,17 @@ class Clip(Objective):
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the clipped loss of each token, [T]."""
         return clipped_loss(tokens.ratio, tokens.advantage, self.bounds(tokens), self.dual_clip)
+
+    def weights(self, tokens: TokenBatch, ratio_TK: Tensor) -> Tensor:
+        """Return r where ``clipped_loss`` would not clip it, else 0, [T, K]."""
+        import torch
+
+        low, high = (bound.to(ratio_TK.dtype) for bound in self.bounds(tokens))
+        is_negative_T1 = (tokens.advantage < 0)[:, None]
+        floor_T1 = torch.where(is_negative_T1, low, 0.0)
+        dual = math.inf if self.dual_clip is None else self.dual_clip
+        ceiling_T1 = torch.where(is_negative_T1, dual, high)
+        return ratio_TK * ((ratio_TK >= floor_T1) & (ratio_TK <= ceiling_T1))
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:
         """Return which tokens are clipped, [T] bool each."""
@@ -116,6 +128,7 @@ NAMED = {
         lambda o, c: FixedClip(o.low, o.high, c.dual_clip),
         FixedClipConfig,
         dual_clip=True,
+        centers=True,
         key="fixed",
     ),
     "none": NamedObjective(lambda o, c: FixedClip(0.0, math.inf, c.dual_clip), dual_clip=True),

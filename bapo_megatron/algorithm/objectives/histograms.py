@@ -143,6 +143,7 @@ class HighEntropy(Objective):
         assert inner.needs in ("token", "update"), "other sums are formed over all tokens"
         self.inner, self.share = inner, share
         self.trains_zero_advantage = inner.trains_zero_advantage
+        self.centers = inner.centers
 
     def statistics(self, tokens: TokenBatch) -> Tensor:
         """Return the number of tokens in each bin of the entropy, then the inner statistics."""
@@ -179,6 +180,10 @@ class HighEntropy(Objective):
     def loss(self, tokens: TokenBatch) -> Tensor:
         """Return the inner objective's loss, [T]."""
         return self.inner.loss(self._for_inner(tokens))
+
+    def weights(self, tokens: TokenBatch, ratio_TK: Tensor) -> Tensor:
+        """Return the inner objective's weights, [T, K]."""
+        return self.inner.weights(self._for_inner(tokens), ratio_TK)
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor] | None:
         """Return the inner objective's bounds."""

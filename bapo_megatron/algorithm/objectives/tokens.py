@@ -163,6 +163,7 @@ class Dcpo(Clip):
 
     options: DcpoConfig
     dual_clip: float | None
+    centers = False  # its bounds depend on q of the token
 
     def bounds(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         """Return the bounds of every token, [T] each."""
@@ -172,14 +173,27 @@ class Dcpo(Clip):
         return low_T, high_T.clamp(max=self.options.max_high)
 
 
-def _of(function: Callable[..., Tensor], *options: object) -> FunctionObjective:
+def _of(
+    function: Callable[..., Tensor],
+    *options: object,
+    weight: Callable[[Tensor], Tensor] | None = None,
+) -> FunctionObjective:
     """Return the objective of one of the functions above; its options follow its tokens."""
-    return FunctionObjective(lambda tokens: function(tokens, *options), trains_zero_advantage=False)
+    return FunctionObjective(
+        lambda tokens: function(tokens, *options), trains_zero_advantage=False, weight=weight
+    )
+
+
+def _cispo(options: CispoConfig) -> FunctionObjective:
+    return _of(cispo, options, weight=lambda ratio_TK: ratio_TK.clamp(options.low, options.high))
 
 
 NAMED = {
-    "reinforce": NamedObjective(lambda *_: _of(reinforce)),
-    "cispo": NamedObjective(lambda o, *_: _of(cispo, o), CispoConfig),
+    "reinforce": NamedObjective(
+        lambda *_: _of(reinforce, weight=lambda ratio_TK: ratio_TK.new_ones(ratio_TK.shape)),
+        centers=True,
+    ),
+    "cispo": NamedObjective(lambda o, *_: _cispo(o), CispoConfig, centers=True),
     "sapo": NamedObjective(lambda o, *_: _of(sapo, o), SapoConfig),
     "ce_gppo": NamedObjective(
         lambda o, c: _of(ce_gppo, o, c.options(FixedClipConfig), c.dual_clip),
