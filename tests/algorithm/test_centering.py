@@ -31,8 +31,8 @@ def clipped(low: float, high: float, dual: float = math.inf) -> Weight:
 KINDS: dict[str, tuple[dict[str, Any], Weight]] = {
     "reinforce": ({"objective": "reinforce"}, lambda r, _: torch.ones_like(r)),
     "truncated": (
-        {"objective": "cispo", "cispo": {"low": 0.0, "high": 1.5}},
-        lambda r, _: r.clamp(max=1.5),
+        {"objective": "cispo", "cispo": {"low": 0.0, "high": 1.05}},
+        lambda r, _: r.clamp(max=1.05),
     ),
     "cispo": (
         {"objective": "cispo", "cispo": {"low": 0.5, "high": 2.0}},

@@ -94,7 +94,12 @@ class ClippedLoss:
         self._ignores_kl = ignores_kl
 
     def __call__(
-        self, logprob_T: Tensor, entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+        self,
+        logprob_T: Tensor,
+        entropy_T: Tensor,
+        part: slice,
+        kl_T: Tensor | None = None,
+        head_TK: Tensor | None = None,
     ) -> LossGradient:
         assert len(logprob_T) == len(entropy_T) == part.stop - part.start > 0
         assert not logprob_T.requires_grad
