@@ -35,8 +35,8 @@ KINDS: dict[str, tuple[dict[str, Any], Weight]] = {
         lambda r, _: r.clamp(max=1.05),
     ),
     "cispo": (
-        {"objective": "cispo", "cispo": {"low": 0.5, "high": 2.0}},
-        lambda r, _: r.clamp(0.5, 2.0),
+        {"objective": "cispo", "cispo": {"low": 0.95, "high": 1.05}},
+        lambda r, _: r.clamp(0.95, 1.05),
     ),
     "clip": ({"objective": "clip", "fixed": {"low": 0.75, "high": 1.25}}, clipped(0.75, 1.25)),
     "dual": (
