@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bapo_megatron.ops.chunked import OutputHead, TeacherRows
+from tests.algorithm import centering_problem
 from tests.distributed_launch import joined
 from tests.ops.chunked_problem import (
     EARLIER_GRADIENT,
@@ -28,6 +29,7 @@ from tests.ops.chunked_problem import (
     run_unchunked,
     with_main_grad,
 )
+from tests.tolerances import HEADROOM
 
 ENTROPY_COEFFICIENT = 0.03
 COLLECTIVES = ("all_gather_into_tensor", "all_gather", "all_reduce", "reduce_scatter_tensor")
@@ -44,6 +46,8 @@ def two_ranks() -> dict[str, Any]:
         for direction in ("reverse", "forward"):
             divided = _divide_vocabulary(groups.tensor, 61, True, direction)
             results[f"teacher, {direction}"] = divided
+        for kind in ("reinforce", "dual", "bapo"):
+            results[f"centering, {kind}"] = _divide_centering(groups.tensor, kind)
         for num_tokens in (61, 5, 0):
             divided = _divide_logits(groups.tensor, num_tokens)
             results[f"{num_tokens} tokens, whole logits"] = divided
@@ -97,6 +101,19 @@ def _divide_vocabulary(
         "kl": 0.0 if teacher is None else relative_error(token_loss.kl_T, whole.kl_T),
     }
     return errors, bound
+
+
+def _divide_centering(group: dist.ProcessGroup, kind: str) -> tuple[dict[str, float], float]:
+    """A head of likeliest tokens whose columns lie on both ranks."""
+    problem = centering_problem.Problem(8, drift=0.4, temperature=0.9)
+    weight = centering_problem.KINDS[kind][1]
+    whole = problem.oracle(weight)
+    rounded = centering_problem.error(problem.oracle(weight, torch.float32), whole)
+    columns = _part(problem.weight_VH, dist.get_rank(group))
+    hidden_TH, weight_VH = problem.gradients(kind, columns_of=columns, group=group)
+    expected = [whole[0], whole[1][columns]]
+    pairs = zip(("hidden", "weight"), (hidden_TH, weight_VH), expected, strict=True)
+    return {name: relative_error(a, e) for name, a, e in pairs}, max(HEADROOM * rounded, 1e-6)
 
 
 def _divide_logits(group: dist.ProcessGroup, num_tokens: int) -> tuple[dict[str, float], float]:

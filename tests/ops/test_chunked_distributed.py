@@ -21,6 +21,7 @@ def ranks() -> list[dict[str, Any]]:
     [
         *((f"{n} tokens, sequence parallel {s}", 7) for n in (61, 5, 0) for s in (False, True)),
         *((f"teacher, {direction}", 7) for direction in ("reverse", "forward")),
+        *((f"centering, {kind}", 2) for kind in ("reinforce", "dual", "bapo")),
         *((f"{num_tokens} tokens, whole logits", 6) for num_tokens in (61, 5, 0)),
     ],
 )

@@ -132,6 +132,20 @@ PANELS = (
         "number; fraction of tokens with A < 0 that have become more than twice as likely.",
     ),
     Panel(
+        "Score centering",
+        "share",
+        {
+            "likeliest tokens, by the policy": "centering/policy_mass_mean",
+            "by the sampler": "centering/sampler_mass_mean",
+            "removed scores over sampled ones": "centering/removed_ratio",
+            "tokens at a limit": "centering/limited_share",
+        },
+        from_zero=True,
+        note="Probability of the sampler's top_k tokens; absolute coefficients of the scores that "
+        "centering removes, over those of sampled tokens; tokens whose scale outside the top_k is "
+        "at its limit.",
+    ),
+    Panel(
         "Engine–trainer mismatch",
         "mean |Δ log-prob| of equal weights, nats",
         {
