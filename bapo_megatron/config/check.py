@@ -36,6 +36,12 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
     hf_config = check_model_dir(config.model.path)
     _check_ranks(config.parallel, world_size)
     check_settings(config, _count(hf_config, POSITIONS))
+    vocab_size, top_k = _count(hf_config, "vocab_size"), config.algorithm.centering.top_k
+    if vocab_size and top_k > vocab_size:
+        raise ConfigError(
+            f"algorithm.centering.top_k: must be at most the model's vocab_size {vocab_size}, got "
+            f"{top_k}; lower it"
+        )
     if not owns_files or config.replay.dumps is not None:
         return
     _check_generation(config)

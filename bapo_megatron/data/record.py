@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from pydantic import FiniteFloat
 
+from bapo_megatron.data import token_columns
 from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.staleness import join_spans, spans_of, token_versions
@@ -54,6 +55,13 @@ class Completion:
     ``GenerateRequest.routes_from`` on, layer by layer; over all pieces, of every token but the
     last, which is not processed. −1 where they are not known; meaningless in layers without
     experts."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """[R, K] Token columns that the engine filled, by name (``data.token_columns``)."""
+
+    @property
+    def num_sampled(self) -> int:
+        """R."""
+        return len(self.token_ids)
 
 
 class EnoughTokensError(Exception):
@@ -71,6 +79,10 @@ def join(parts: Sequence[Completion], finish_reason: FinishReason) -> Completion
         join_spans(part.versions for part in parts),
         finish_reason,
         np.concatenate(routes) if routes else None,
+        {
+            column.name: token_columns.concatenated(column, parts)
+            for column in token_columns.present(parts)
+        },
     )
 
 
@@ -468,6 +480,7 @@ def _sequence(
         versions=turn.versions,
         finish_reason=reason,
         written=tuple(written),
+        columns=dict(turn.columns),
         routes=narrowed(np.concatenate(routes)) if routes else None,
         number=number,
     )

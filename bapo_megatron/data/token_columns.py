@@ -8,14 +8,25 @@ Shape legend: Q = tokens of a response that the policy sampled, T = those of a m
 K = values per token of a wide column.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from bapo_megatron.config.schema import AlgorithmConfig
-from bapo_megatron.types import Sample
+
+
+class Sampled(Protocol):
+    """Sampled tokens and their columns: a ``Sample``, or the ``Completion`` of a call."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Q."""
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """[Q] or [Q, K] by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +43,14 @@ class TokenColumn:
     """Name in the report's reader and in messages; empty: not shown."""
     is_wide: bool = False
     """Whether it is [Q, K]; K is the same in all samples of a batch."""
+    is_sampled: bool = False
+    """Whether the engine fills it while it samples, so that unfinished calls have it too."""
 
-    def of(self, sample: Sample) -> np.ndarray:
-        """Return its values, [Q] or [Q, K]; the default where the sample has none."""
-        values = sample.columns.get(self.name)
+    def of(self, tokens: Sampled) -> np.ndarray:
+        """Return its values, [Q] or [Q, K]; the default where the tokens have none."""
+        values = tokens.columns.get(self.name)
         if values is None:
-            shape = (sample.num_sampled, 0) if self.is_wide else (sample.num_sampled,)
+            shape = (tokens.num_sampled, 0) if self.is_wide else (tokens.num_sampled,)
             values = np.full(shape, self.default, self.dtype)
         return values
 
@@ -48,13 +61,16 @@ SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS = "sampler_top_ids", "sampler_top_logprobs
 TEACHER_HIDDEN = "teacher_hidden"
 """[T, H] input of the teacher's head: on the last stage only, never dumped, so not declared."""
 
+_CENTERING = "algorithm.centering"
 _DECLARED = (
     TokenColumn(REFERENCE, np.float32, np.nan, "algorithm.kl", "log-prob of the reference"),
     TokenColumn(TEACHER, np.float32, np.nan, "algorithm.distillation", "log-prob of the teacher"),
     TokenColumn(TEACHER_TOP_IDS, np.int32, -1, "algorithm.distillation", is_wide=True),
     TokenColumn(TEACHER_TOP_LOGPROBS, np.float32, np.nan, "algorithm.distillation", is_wide=True),
-    TokenColumn(SAMPLER_TOP_IDS, np.int32, -1, "algorithm.centering", is_wide=True),
-    TokenColumn(SAMPLER_TOP_LOGPROBS, np.float32, np.nan, "algorithm.centering", is_wide=True),
+    TokenColumn(SAMPLER_TOP_IDS, np.int32, -1, _CENTERING, is_wide=True, is_sampled=True),
+    TokenColumn(
+        SAMPLER_TOP_LOGPROBS, np.float32, np.nan, _CENTERING, is_wide=True, is_sampled=True
+    ),
 )
 COLUMNS: dict[str, TokenColumn] = {column.name: column for column in _DECLARED}
 """All of them, by name. Log-probs are at the sampling temperature."""
@@ -71,15 +87,15 @@ def scored(config: AlgorithmConfig) -> dict[str, tuple[type, int | None]]:
     return kinds
 
 
-def present(samples: Iterable[Sample]) -> list[TokenColumn]:
-    """Return the columns that any of the samples has."""
-    names = {name for sample in samples for name in sample.columns}
+def present(parts: Iterable[Sampled]) -> list[TokenColumn]:
+    """Return the columns that any of the parts has."""
+    names = {name for part in parts for name in part.columns}
     return [column for name, column in COLUMNS.items() if name in names]
 
 
-def concatenated(column: TokenColumn, samples: Sequence[Sample]) -> np.ndarray:
-    """Concatenate a column over samples, [T] or [T, K]; unscored samples have its default."""
-    parts = [column.of(sample) for sample in samples]
+def concatenated(column: TokenColumn, of: Sequence[Sampled]) -> np.ndarray:
+    """Concatenate a column, [T] or [T, K]; tokens for which nothing is known have its default."""
+    parts = [column.of(tokens) for tokens in of]
     if column.is_wide:
         width = max((part.shape[1] for part in parts), default=0)
         parts = [
@@ -90,7 +106,7 @@ def concatenated(column: TokenColumn, samples: Sequence[Sample]) -> np.ndarray:
     return np.concatenate([np.empty(0, column.dtype), *parts])
 
 
-def row_columns() -> dict[str, tuple[Any, Callable[[Sample], Any]]]:
+def row_columns() -> dict[str, tuple[Any, Callable[[Sampled], Any]]]:
     """Return the Arrow type and the values of each column, for a file with a row per sample."""
     import pyarrow as pa  # training without dumps does not need it
 
@@ -100,8 +116,8 @@ def row_columns() -> dict[str, tuple[Any, Callable[[Sample], Any]]]:
     }
 
 
-def _flat(column: TokenColumn) -> Callable[[Sample], np.ndarray]:
-    return lambda sample: column.of(sample).reshape(-1)
+def _flat(column: TokenColumn) -> Callable[[Sampled], np.ndarray]:
+    return lambda tokens: column.of(tokens).reshape(-1)
 
 
 def read_columns(row: dict[str, Any], num_sampled: int) -> dict[str, np.ndarray]:

@@ -61,6 +61,8 @@ class GenerateRequest:
     version: int = START_VERSION
     """Expected weights version; if the engine holds another, all tokens may come in one piece."""
     return_logprobs: bool = True
+    top_logprobs: int = 0
+    """K: likeliest tokens wanted at each position (``data.token_columns``), with log-probs."""
     sampled_tokens: int = 0
     """Response tokens among ``input_ids``: the response's random numbers continue there."""
     stream_tokens: int = 64

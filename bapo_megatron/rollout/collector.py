@@ -183,6 +183,7 @@ class Collector:
                 PromptMixture(train_sets, run.seed, run.data.shuffle),
                 sees_groups=sees_groups,
                 wants_routes=run.algorithm.router_replay == "rollout",
+                top_logprobs=run.algorithm.centering.top_k,
             ),
             Interaction(environment, renderer, episodes, agents=agents),
             Grader(renderer, rewards, shaping, sees_groups=sees_groups, teacher=self._teacher),

@@ -421,6 +421,7 @@ class Episodes:
                     request.sampling, max_new_tokens=stop_at - call.num_tokens, seed=seed
                 ),
                 sampled_tokens=before + call.num_tokens,
+                top_logprobs=request.top_logprobs if call.is_trained else 0,
             )
             return later if request.routes_from is None else replace(later, routes_from=call.routed)
 

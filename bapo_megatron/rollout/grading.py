@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bapo_megatron.data.chat import ChatRenderer
+from bapo_megatron.data.token_columns import COLUMNS
 from bapo_megatron.reward.base import Response, SampleFacts, Score
 from bapo_megatron.reward.composition import Rewards, ShapedReward, Shaping
 from bapo_megatron.rollout.buffer import Episode, PendingGroup
@@ -72,7 +73,8 @@ class Grader:
     async def _teacher_columns(self, sequence: Sample) -> dict[str, np.ndarray]:
         if self.teacher is None or self.teacher.has_scored(sequence):
             return sequence.columns
-        return await self.teacher.score(sequence)
+        columns = await self.teacher.score(sequence)
+        return {n: v for n, v in sequence.columns.items() if COLUMNS[n].is_sampled} | columns
 
     async def _reward(self, members: Sequence[Episode]) -> None:
         """Set the rewards of graded episodes together, unless one is restarted meanwhile."""

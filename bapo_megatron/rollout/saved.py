@@ -28,6 +28,7 @@ from bapo_megatron.data.columns import DumpError, RowFile
 from bapo_megatron.data.record import Call, Completion, Record
 from bapo_megatron.data.routes import narrowed
 from bapo_megatron.data.stream import MixturePosition
+from bapo_megatron.data.token_columns import COLUMNS
 from bapo_megatron.rollout.buffer import Episode, PendingGroup, RolloutBuffer
 from bapo_megatron.runtime.calls import decode
 from bapo_megatron.runtime.files import naming, parse_json
@@ -190,7 +191,12 @@ _ROUTES: dict[str, tuple[Any, Callable[[_Row], Any]]] = {
 }
 """``Completion.routes``, and its number of rows; 0 if there are none."""
 _OPTIONAL = _ROUTES | {
-    name: (kind, lambda row, value=value: value(row.sequence))
+    name: (
+        kind,
+        lambda row, name=name, value=value: value(
+            row.call.turn if COLUMNS[name].is_sampled else row.sequence
+        ),
+    )
     for name, (kind, value) in token_columns.row_columns().items()
 }
 _FILE = RowFile("rollout buffer", _REMEDY, FORMAT, _COLUMNS, _Metadata, optional=_OPTIONAL)
@@ -212,7 +218,8 @@ def write_saved(path: Path, saved: SavedRollout) -> None:
         "num_earlier": len(buffer.earlier),
     }
     rows = list(_rows(buffer))
-    names = [column.name for column in token_columns.present(row.sequence for row in rows)]
+    parts = (part for row in rows for part in (row.call.turn, row.sequence))
+    names = [column.name for column in token_columns.present(parts)]
     names += _ROUTES if any(len(row.routes) for row in rows) else []
     with naming(path), path.open("wb") as stream:
         _FILE.write(stream, batched(rows, _CHUNK_CALLS), about, names)
@@ -298,22 +305,27 @@ def _episode(episode: Episode, rows: list[dict[str, Any]], name: str) -> Episode
     begun = _begun(episode) if episode.is_scored else {}
     for call, row in zip(calls, rows, strict=False):
         if (sequence := begun.get(id(call))) is not None:
-            sequence.columns = _read(row, "call", name, partial(_columns, row, sequence))
+            read = partial(_columns, row, sequence.num_sampled, is_sampled=False)
+            sequence.columns |= _read(row, "call", name, read)
     return episode
 
 
-def _columns(row: dict[str, Any], sequence: Sample, _: int) -> dict[str, np.ndarray]:
-    columns = token_columns.read_columns(row, sequence.num_sampled)
+def _columns(
+    row: dict[str, Any], num_tokens: int, _: int, *, is_sampled: bool
+) -> dict[str, np.ndarray]:
+    """Read the columns of a call's turn (``is_sampled``), or of the sequence it begins."""
+    chosen = {name: row.get(name) for name, c in COLUMNS.items() if c.is_sampled == is_sampled}
+    columns = token_columns.read_columns(chosen, num_tokens)
     # Copied, like a call's arrays: a view would keep the whole row group in memory.
-    return {column: values.copy() for column, values in columns.items()}
+    return {name: values.copy() for name, values in columns.items()}
 
 
-def _call(row: dict[str, Any], earlier: Sequence[Call], _: int) -> Call:
+def _call(row: dict[str, Any], earlier: Sequence[Call], number: int) -> Call:
     """Read a call, whose parent is among the earlier ones."""
     parent, ids, logprobs = row["parent"], row["token_ids"].copy(), row["logprobs"].copy()
     counts = row["version_tokens"].tolist()
-    if not _NONE <= parent < len(earlier) or row["call"] != len(earlier):
-        raise ValueError(f"must come in order and after its parent, got {row['call']} of {parent}")
+    if not _NONE <= parent < len(earlier) or number != len(earlier):
+        raise ValueError(f"must come in order and after its parent, got {number} of {parent}")
     if not len(ids) == len(logprobs) == sum(counts) or len(counts) != len(row["versions"]):
         raise ValueError("must have a log-prob and a version per token")
     spans = tuple(map(VersionSpan, row["versions"].tolist(), counts))
@@ -323,6 +335,8 @@ def _call(row: dict[str, Any], earlier: Sequence[Call], _: int) -> Call:
         if num_rows < 0 or not len(values) or len(values) % num_rows:
             raise ValueError(f"routes: {len(values)} experts for {num_rows} tokens")
         routes = narrowed(values.reshape(num_rows, -1))
+    columns = _columns(row, len(ids), number, is_sampled=True)
+    known = {name: values for name, values in columns.items() if values.size}
     end = FinishReason(row["turn_end"])
     return Call(
         row["name"],
@@ -332,7 +346,7 @@ def _call(row: dict[str, Any], earlier: Sequence[Call], _: int) -> Call:
         row["max_tokens"],
         row["is_fork"],
         len(ids),
-        [Completion(ids, logprobs, spans, end, routes)],
+        [Completion(ids, logprobs, spans, end, routes, known)],
     )
 
 

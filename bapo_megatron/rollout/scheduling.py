@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from bapo_megatron.config.rollout import ReplayConfig, RolloutConfig
+from bapo_megatron.data.record import Call
 from bapo_megatron.data.staleness import response_age
 from bapo_megatron.data.stream import PromptMixture
+from bapo_megatron.data.token_columns import COLUMNS, SAMPLER_TOP_LOGPROBS
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, sample_seed
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.rollout.buffer import DropReason, Episode, PendingGroup, RolloutBuffer
@@ -214,6 +216,8 @@ class Scheduler:
     """Whether rewards depend on the whole group."""
     wants_routes: bool = False
     """Whether the trainer needs the experts that engines choose (``algorithm.router_replay``)."""
+    top_logprobs: int = 0
+    """Likeliest tokens of the sampler that the trainer needs (``algorithm.centering``)."""
     buffer: RolloutBuffer = field(init=False)
     before: RolloutStats = field(default_factory=RolloutStats)
     """Counters as of the last batch."""
@@ -276,6 +280,7 @@ class Scheduler:
             ),
             label=f"sample {episode.index} of group {episode.group_id}, {prompt.prompt_id}",
             order=episode.key,
+            top_logprobs=self.top_logprobs,
             routes_from=0 if self.wants_routes else None,
         )
 
@@ -361,8 +366,9 @@ class Scheduler:
     def restore(self, saved: SavedRollout, has_scored: Callable[[Sample], bool]) -> None:
         """Continue from what ``state`` returned, before anything is counted.
 
-        What was saved without its experts, or without this teacher's scores (``has_scored``), is
-        sampled or graded again; groups of earlier batches are dropped instead.
+        What was saved without its experts or the sampler's likeliest tokens, or without this
+        teacher's scores (``has_scored``), is sampled or graded again; groups of earlier batches are
+        dropped instead.
 
         Raises:
             ValueError: It is of other data or settings.
@@ -376,9 +382,8 @@ class Scheduler:
         self.before = _since(self._totals(nothing), about.counted)
         self._sampled_version = about.sampled_version
 
-        def lacks_routes(episode: Episode) -> bool:
-            calls = episode.record.all_calls() if self.wants_routes else ()
-            return any(call.num_tokens and call.turn.routes is None for call in calls)
+        def lacks_values(episode: Episode) -> bool:
+            return not all(map(self._has_values, episode.record.all_calls()))
 
         def lacks_scores(episode: Episode) -> bool:
             sample = episode.sample
@@ -386,7 +391,7 @@ class Scheduler:
 
         for group in self.buffer:
             for episode in group.episodes:
-                if lacks_routes(episode):
+                if lacks_values(episode):
                     episode.start_again()
                 elif lacks_scores(episode):
                     episode.texts = None
@@ -396,8 +401,19 @@ class Scheduler:
             earlier[number] = tuple(
                 group
                 for group in groups
-                if not any(lacks_routes(e) or lacks_scores(e) for e in group.episodes)
+                if not any(lacks_values(e) or lacks_scores(e) for e in group.episodes)
             )
+
+    def _has_values(self, call: Call) -> bool:
+        """Whether a restored call has what the trainer needs of the engine."""
+        if not call.num_tokens:
+            return True
+        if self.wants_routes and call.turn.routes is None:
+            return False
+        if not self.top_logprobs or not call.is_trained:
+            return True
+        top_QK = COLUMNS[SAMPLER_TOP_LOGPROBS].of(call.turn)
+        return top_QK.shape[1] == self.top_logprobs and bool(np.isfinite(top_QK).all())
 
     def _totals(self, counters: RolloutStats, more: Sequence[DropReason] = ()) -> RolloutStats:
         """Return all counters; ``more``: reasons of groups that are about to be dropped."""

@@ -33,6 +33,8 @@ from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
     REFERENCE,
+    SAMPLER_TOP_IDS,
+    SAMPLER_TOP_LOGPROBS,
     TEACHER,
     TEACHER_HIDDEN,
     TEACHER_TOP_IDS,
@@ -201,27 +203,28 @@ class FrozenScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineTeacher:
-    """Requires the columns of a teacher behind an engine, which the collector has filled."""
+class GivenColumns:
+    """Requires columns that the collector's engines have filled."""
 
     columns: tuple[str, ...]
-    """What the loss needs."""
+    """What the loss needs, of one section."""
     top_k: int
     """Width of the wide ones."""
-    name: str = "teacher's columns"
+    name: str = "engines' columns"
 
     def score(self, splits: Splits, batch: RolloutBatch) -> Splits:
         """See ``Scorer``.
 
         Raises:
             ValueError: A response lacks them, or has another number of likeliest tokens, in a
-                replay of another run; on all ranks.
+                replay of another run or from an engine of the user's; on all ranks.
         """
         for column in self.columns:
+            section = COLUMNS[column].filled_by
             if not _is_filled(column, splits, batch):
                 raise ValueError(
-                    f"step {batch.step}: the batch has no {column} of each response; replay dumps "
-                    "of a run with this algorithm.distillation, or set its coefficient to 0"
+                    f"step {batch.step}: the batch has no {column} of each response; use an engine "
+                    f"that returns it, replay dumps of a run with this {section}, or turn that off"
                 )
             widths = {
                 sequence.columns[column].shape[1]
@@ -230,20 +233,20 @@ class EngineTeacher:
             }
             if widths - {self.top_k}:
                 raise ValueError(
-                    f"step {batch.step}: the batch has the teacher's {min(widths - {self.top_k})} "
-                    f"likeliest tokens, got algorithm.distillation.top_k = {self.top_k}; set it to "
-                    "that of the run that wrote the dumps"
+                    f"step {batch.step}: {column} has {min(widths - {self.top_k})} likeliest "
+                    f"tokens, got {section}.top_k = {self.top_k}; set it to that of the run that "
+                    "wrote the dumps"
                 )
         return splits
 
 
 def _is_filled(column: str, splits: Splits, batch: RolloutBatch) -> bool:
-    """Whether all sequences have a column, and those that are computed have values in it.
+    """Whether all sampled tokens have a column, and those that are computed have values in it.
 
     A run that computed fewer of them has left NaN in its dumps.
     """
     sequences = batch.sequences
-    if not all(column in sequence.columns for sequence in sequences):
+    if not all(column in s.columns for s in sequences if s.num_sampled):
         return False
     computed = (sequences[index] for split in splits for index in split.computed)
     return all(
@@ -255,7 +258,7 @@ def _is_filled(column: str, splits: Splits, batch: RolloutBatch) -> bool:
 def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     """Return the scorers with models in the trainer that the configuration asks for.
 
-    Also what requires the columns of a teacher behind an engine. Models are built at once; in a
+    Also what requires the columns that engines fill. Models are built at once; in a
     replay, whose dumps may have their columns, when needed.
     """
     groups, distillation = policy.groups, config.algorithm.distillation
@@ -277,11 +280,14 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
         scorers.append(scorer)
     for built in () if is_replay else scorers:
         _ = built.frozen
+    given: list[GivenColumns] = []
     if distillation.has_engine:
         has_top = distillation.loss == "top_k"
         columns = (TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)[: 3 if has_top else 1]
-        return (*scorers, EngineTeacher(columns, distillation.top_k))
-    return tuple(scorers)
+        given.append(GivenColumns(columns, distillation.top_k))
+    if top_k := config.algorithm.centering.top_k:
+        given.append(GivenColumns((SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS), top_k))
+    return (*scorers, *given)
 
 
 def _build_frozen(

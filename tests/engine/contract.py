@@ -21,8 +21,8 @@ from bapo_megatron.engine.local.engine import LocalBackend
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
 from bapo_megatron.engine.sglang.server import SglangServer
-from tests.engine.helpers import Kept, reference_logprobs
-from tests.fakes.fake_sglang import FakeSglang, logprob_of, token_at
+from tests.engine.helpers import Kept, exact_distribution, reference_logprobs
+from tests.fakes.fake_sglang import FakeSglang, V, logprob_of, token_at
 
 PROMPT = [3, 20, 77, 4]
 LONG = 240
@@ -38,6 +38,8 @@ class Case:
     """Makes an engine for the event loop in which it is called; may take options of its kind."""
     expected: Callable[[Sequence[int], Sequence[int] | np.ndarray, float], np.ndarray]
     """[R] log-probs of a response to a prompt, at a temperature."""
+    distribution: Callable[[Sequence[int], np.ndarray, float], np.ndarray]
+    """[R, V] float64 log-probs of all tokens there."""
     eos_token_id: int
     pause_modes: tuple[str, ...] = ("retract", "in_place")
     """How it can be paused."""
@@ -53,10 +55,15 @@ def fake_case(model_dir: Path) -> Iterator[Case]:
     ) -> np.ndarray:
         return np.array([logprob_of(int(token_id), temperature) for token_id in response])
 
+    def distribution(_: Sequence[int], response: np.ndarray, temperature: float) -> np.ndarray:
+        values_V = [logprob_of(token_id, temperature) for token_id in range(V)]
+        return np.tile(values_V, (len(response), 1))
+
     with FakeSglang(stop_at=_FAKE_STOP, token_interval_s=0.002) as fake:
         yield Case(
             connect=functools.partial(_connect, fake.address, ApiKeys()),
             expected=expected,
+            distribution=distribution,
             eos_token_id=token_at(_FAKE_STOP),
             has_model=False,
         )
@@ -66,6 +73,7 @@ def sglang_case(server: SglangServer, model_dir: Path) -> Case:
     return Case(
         connect=functools.partial(_connect, server.address, server.keys),
         expected=functools.partial(reference_logprobs, model_dir),
+        distribution=functools.partial(exact_distribution, model_dir),
         eos_token_id=1,
     )
 
@@ -76,6 +84,7 @@ def local_case(model_dir: Path) -> Iterator[Case]:
     yield Case(
         connect=functools.partial(backend.connect, "local"),
         expected=functools.partial(reference_logprobs, model_dir),
+        distribution=functools.partial(exact_distribution, model_dir),
         eos_token_id=1,
         pause_modes=("retract",),
     )
@@ -136,16 +145,19 @@ class Response:
         temperature: float = 1.0,
         seed: int = 0,
         version: int = 0,
+        top_logprobs: int = 0,
         **options: Any,
     ) -> None:
         self.prompt = list(prompt)
         self.temperature = temperature
+        self.top_logprobs = top_logprobs
         self.sink = Sink()
         request = GenerateRequest(
             input_ids=prompt,
             sampling=SamplingSettings(temperature, max_new_tokens, seed=seed),
             label="contract",
             version=version,
+            top_logprobs=top_logprobs,
             **{"stream_tokens": 8, **options},
         )
         self.task = asyncio.create_task(engine.stream(request, self.sink))
@@ -171,7 +183,25 @@ class Response:
         if num_tokens:
             expected = case.expected(self.prompt, completion.token_ids, self.temperature)
             np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+        self._check_likeliest(case, completion)
         return completion
+
+    def _check_likeliest(self, case: Case, completion: Completion) -> None:
+        """Every token has the K likeliest of its place, likeliest first, with log-probs."""
+        assert len(completion.columns) == 2 * bool(self.top_logprobs)
+        if not self.top_logprobs:
+            return
+        ids_RK = completion.columns["sampler_top_ids"]
+        logprobs_RK = completion.columns["sampler_top_logprobs"]
+        assert (ids_RK.dtype, logprobs_RK.dtype) == (np.int32, np.float32)
+        assert ids_RK.shape == logprobs_RK.shape == (len(completion.token_ids), self.top_logprobs)
+        if len(ids_RK):
+            expected_RV = case.distribution(self.prompt, completion.token_ids, self.temperature)
+            there_RK = np.take_along_axis(expected_RV, ids_RK, axis=1)
+            np.testing.assert_allclose(logprobs_RK, there_RK, rtol=0, atol=1e-4)
+            likeliest_RK = -np.sort(-expected_RV, axis=1)[:, : self.top_logprobs]
+            np.testing.assert_allclose(logprobs_RK, likeliest_RK, rtol=0, atol=1e-4)
+            assert all(len(set(row)) == self.top_logprobs for row in ids_RK.tolist())
 
 
 async def abort_all(engine: Engine) -> None:

@@ -1,6 +1,7 @@
 """What tests of engines, of what uses them, and of commands have in common."""
 
 import contextlib
+import copy
 import functools
 import json
 import shutil
@@ -106,6 +107,24 @@ def reference_distribution(model_dir: Path, token_ids: Sequence[int]) -> np.ndar
     with torch.no_grad():
         logits_NV = _reference(model_dir)(torch.tensor([token_ids])).logits[0]
     return logits_NV.log_softmax(dim=-1).numpy()
+
+
+@functools.cache
+def _exact_reference(model_dir: Path) -> Any:
+    return copy.deepcopy(_reference(model_dir)).double()
+
+
+def exact_distribution(
+    model_dir: Path,
+    prompt: Sequence[int],
+    response: Sequence[int] | np.ndarray,
+    temperature: float = 1.0,
+) -> np.ndarray:
+    """[R, V] log_softmax(logits / T) at the tokens of a response, by transformers in float64."""
+    tokens = torch.cat([torch.tensor(prompt), torch.as_tensor(response)])
+    with torch.no_grad():
+        logits_NV = _exact_reference(model_dir)(tokens[None]).logits[0]
+    return (logits_NV[len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1).numpy()
 
 
 def descendants(pid: int | None = None, mentioning: str = "") -> set[psutil.Process]:

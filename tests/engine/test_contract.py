@@ -129,6 +129,20 @@ async def test_logprobs_that_were_not_asked_for_do_not_come(case: Case) -> None:
     assert len(completion.logprobs) == 0
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_the_likeliest_tokens_at_every_place_come_if_they_are_asked_for(
+    case: Case, temperature: float
+) -> None:
+    async with opened(case) as engine:
+        responses = [
+            Response(engine, 30, temperature=temperature, seed=k, top_logprobs=k)
+            for k in (5, 0, 32, 1)
+        ]
+        for response in responses:
+            await response.end()
+            response.check(case)
+
+
 async def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned(
     case: Case,
 ) -> None:
@@ -136,7 +150,10 @@ async def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned
         responses: list[Response] = []
         aborted: list[Completion] = []
         while not aborted:  # all may have ended before
-            responses = [Response(engine, seed=len(responses) + n) for n in range(8)]
+            first_seed = len(responses)
+            responses = [
+                Response(engine, seed=first_seed + n, top_logprobs=n % 3) for n in range(8)
+            ]
             await responses[0].is_on_its_way()
             await abort_all(engine)
             ended = [await response.end() for response in responses]
@@ -145,7 +162,9 @@ async def test_an_aborted_response_is_continued_with_tokens_and_logprobs_aligned
             response.check(case)
         (first, *_) = aborted
         prefix = [*PROMPT, *first.token_ids.tolist()]
-        second = Response(engine, 10, prompt=prefix, sampled_tokens=len(first.token_ids))
+        second = Response(
+            engine, 10, prompt=prefix, sampled_tokens=len(first.token_ids), top_logprobs=2
+        )
         assert (await second.end()).finish_reason is not FinishReason.ABORT
         second.check(case)
 
@@ -182,7 +201,7 @@ async def test_a_request_that_is_aborted_while_it_is_retracted_has_its_tokens_on
     async with opened(case) as engine:
         reason, seeds = FinishReason.STOP, itertools.count()
         while reason is not FinishReason.ABORT:  # it may end before
-            response = Response(engine, seed=next(seeds))
+            response = Response(engine, seed=next(seeds), top_logprobs=3)
             await response.is_on_its_way()
             await engine.pause("retract")
             await abort_all(engine)

@@ -196,6 +196,12 @@ class FakeSglang(FakeServer):
                 row(token_id, start + index)
                 for index, token_id in enumerate(ids[num_sent:], start=num_sent)
             ]
+            if num_top := body.get("top_logprobs_num"):
+                top = np.argsort(-LOGITS_V, kind="stable")[:num_top].tolist()
+                meta["output_top_logprobs"] = [
+                    [row(token_id, start + index) for token_id in top]
+                    for index in range(num_sent, len(ids))
+                ]
         if "logprob_start_len" in body:
             meta |= _scores(body, row)
         return {"output_ids": ids[num_sent:], "meta_info": {**meta, **fields}}

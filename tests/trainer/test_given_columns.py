@@ -14,7 +14,7 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_LOGPROBS,
 )
 from bapo_megatron.trainer import scorers
-from bapo_megatron.trainer.scorers import EngineTeacher, FrozenScorer, ReferenceUpdater
+from bapo_megatron.trainer.scorers import FrozenScorer, GivenColumns, ReferenceUpdater
 from bapo_megatron.trainer.split import SplitUpdate
 from bapo_megatron.types import Group, RolloutBatch
 from tests.data.samples import make_sample
@@ -79,7 +79,7 @@ EMPTY = {**TOP, TEACHER_TOP_IDS: np.ones((3, 0), np.int32)}
 def test_a_replay_without_the_teacher_s_columns_ends_in_one_line(
     columns: tuple[dict[str, np.ndarray], ...], lacks: str | None
 ) -> None:
-    scorer = EngineTeacher((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS), top_k=2)
+    scorer = GivenColumns((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS), top_k=2)
     splits = (SplitUpdate({}, (0, 1), computed=(0, 1)),)
     if lacks is None:
         assert scorer.score(splits, batch_of(*columns)) == splits
@@ -90,9 +90,11 @@ def test_a_replay_without_the_teacher_s_columns_ends_in_one_line(
 
 
 def test_a_replay_with_another_number_of_likeliest_tokens_names_both() -> None:
-    scorer = EngineTeacher((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS), top_k=3)
+    scorer = GivenColumns((TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS), top_k=3)
     splits = (SplitUpdate({}, (0, 1), computed=(0, 1)),)
-    with pytest.raises(ValueError, match=r"has the teacher's 2 likeliest tokens, got .*top_k = 3"):
+    with pytest.raises(
+        ValueError, match=r"teacher_top_ids has 2 likeliest tokens, got .*distillation.top_k = 3"
+    ):
         scorer.score(splits, batch_of(TOP, TOP))
 
 

@@ -10,7 +10,8 @@ of finished responses stay, as padding, until the rows are regrouped (``_regroup
 A token is drawn with a uniform number that depends only on the response's seed and the position.
 
 Shape legend: B = rows, a multiple of 8; V = vocabulary; K = steps; W = columns of the cache;
-R = inputs of a prefill; P = positions; D = hidden size; E = experts of a token in all layers.
+R = inputs of a prefill; P = positions; D = hidden size; E = experts of a token in all layers;
+N = values of a token: its id and log-prob, then those of the likeliest tokens, likeliest first.
 """
 
 import functools
@@ -24,10 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bapo_megatron.data.record import Completion
+from bapo_megatron.data.token_columns import SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings, Scores
 from bapo_megatron.engine.local.cache import DecodeCache, Prefill, RecurrentPadding
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.types import FinishReason
+from bapo_megatron.types import FinishReason, VersionSpan
 
 MULTIPLE = 8
 """Divides the rows of a step and the positions of a prefill: small matrix products use other
@@ -86,7 +89,7 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
     """Invert each row's cumulative distribution at its uniform number, float64 in [0, 1).
 
     Returns:
-        [B] int64 tokens, and [B] float32 log_softmax(logits / T) of them, whatever the filters.
+        [B, 1] int64 tokens, and [B, V] float32 log_softmax(logits / T), whatever the filters.
     """
     logprob_BV = (logits_BV.float() / filters.temperature_B1).log_softmax(dim=-1)
     probability_BV = logprob_BV.exp()
@@ -108,7 +111,7 @@ def sample(logits_BV: Tensor, uniform_B1: Tensor, filters: Filters) -> tuple[Ten
     if filters.is_greedy_B1 is not None:
         greedy_B1 = logits_BV.argmax(dim=-1, keepdim=True)
         token_B1 = torch.where(filters.is_greedy_B1, greedy_B1, token_B1)
-    return token_B1[:, 0], logprob_BV.gather(1, token_B1)[:, 0]
+    return token_B1, logprob_BV
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +132,7 @@ class Decoding:
     number: int = 0
     """Order of arrival."""
     _sampled: list[np.ndarray] = field(default_factory=list)
-    """[K, 2] Tokens and log-probs not yet taken, float64."""
+    """[K, N] What was sampled and is not yet taken, float64."""
     _routes: list[np.ndarray] = field(default_factory=list)
     """[K, E] Experts of tokens not yet taken."""
     _num_routed: int = 0
@@ -146,14 +149,19 @@ class Decoding:
         """Whether the experts of its tokens are to be returned."""
         return self.request.routes_from is not None
 
-    def add(self, tape_K2: np.ndarray, routes_KE: np.ndarray | None) -> None:
+    @property
+    def num_values(self) -> int:
+        """N."""
+        return 2 + 2 * self.request.top_logprobs
+
+    def add(self, tape_KN: np.ndarray, routes_KE: np.ndarray | None) -> None:
         """Append sampled tokens, with the experts of the tokens before each of them."""
         if routes_KE is not None:
             self.add_routes(len(self.token_ids) - 1, routes_KE)
-        self._sampled.append(tape_K2)
-        self.token_ids += tape_K2[:, 0].astype(int).tolist()
-        self.position += len(tape_K2)
-        self.remaining -= len(tape_K2)
+        self._sampled.append(tape_KN)
+        self.token_ids += tape_KN[:, 0].astype(int).tolist()
+        self.position += len(tape_KN)
+        self.remaining -= len(tape_KN)
 
     def add_routes(self, first: int, routes_KE: np.ndarray) -> None:
         """Add the experts of the tokens from ``first`` on, unless known: a token may come again."""
@@ -161,12 +169,19 @@ class Decoding:
         self._routes.append(new_KE)
         self._num_routed += len(new_KE)
 
-    def take(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return tokens (int32), log-probs (float32) and experts since the last call."""
-        tape_K2 = np.concatenate([np.empty((0, 2)), *self._sampled])
+    def take(self, version: int, reason: FinishReason) -> Completion:
+        """Return what was sampled since the last call, by the weights of ``version``."""
+        tape_KN = np.concatenate([np.empty((0, self.num_values)), *self._sampled])
+        token_ids, logprobs = tape_KN[:, 0].astype(np.int32), tape_KN[:, 1].astype(np.float32)
+        spans = (VersionSpan(version, len(token_ids)),) if len(token_ids) else ()
         routes = np.concatenate(self._routes) if self._routes else None
+        columns = {}
+        if self.request.top_logprobs:
+            columns[SAMPLER_TOP_IDS] = tape_KN[:, 2::2].astype(np.int32)
+            columns[SAMPLER_TOP_LOGPROBS] = tape_KN[:, 3::2].astype(np.float32)
         self._sampled, self._routes = [], []
-        return tape_K2[:, 0].astype(np.int32), tape_K2[:, 1].astype(np.float32), routes
+        logprobs = logprobs if self.request.return_logprobs else logprobs[:0]
+        return Completion(token_ids, logprobs, spans, reason, routes, columns)
 
 
 @dataclass(slots=True)
@@ -194,12 +209,15 @@ class _Rows:
     is_ragged: bool = True
     """Whether columns in use are padding in some row."""
     tape: list[np.ndarray] = field(default_factory=list)
-    """[2, B] Tokens and log-probs of each step not yet passed to the responses, float64."""
+    """[B, N] What each step sampled, not yet passed to the responses, float64."""
     route_tape: list[np.ndarray] = field(default_factory=list)
     """[B, E] Experts of the input of each step, if a response wants them."""
     num_taped_B: np.ndarray = field(init=False)
+    num_top: int = field(init=False)
+    """Maximum number of likeliest tokens that a response wants."""
 
     def __post_init__(self) -> None:
+        self.num_top = max(response.request.top_logprobs for response in self.responses)
         self.num_taped_B = np.zeros(len(self.is_active_B), dtype=np.int64)
         self.update_active()
 
@@ -217,18 +235,18 @@ class _Rows:
 
     def flush(self) -> None:
         """Pass the tape to the responses."""
-        tape_K2B = np.array(self.tape)
+        tape_KBN = np.array(self.tape)
         routes_KBE = np.array(self.route_tape)
         for row in np.flatnonzero(self.num_taped_B).tolist():
-            tape_K2 = tape_K2B[: self.num_taped_B[row], :, row]
             response = self.responses[row]
-            if not np.isfinite(tape_K2).all():
+            tape_KN = tape_KBN[: self.num_taped_B[row], row, : response.num_values]
+            if not np.isfinite(tape_KN).all():
                 raise RolloutError(
                     f"local: a log-prob of '{response.request.label}' is not finite: the weights, "
                     "or their numerics, are broken; continue from an earlier checkpoint"
                 )
-            routes_KE = routes_KBE[: len(tape_K2), row] if response.wants_routes else None
-            response.add(tape_K2, routes_KE)
+            routes_KE = routes_KBE[: len(tape_KN), row] if response.wants_routes else None
+            response.add(tape_KN, routes_KE)
         self.num_taped_B[:] = 0
         self.tape, self.route_tape = [], []
 
@@ -434,22 +452,26 @@ class Decoder:
         logits_BV = self._head(hidden_B1D[:, 0])
         uniform_B = rows.uniform_BK[:, cache.end - cache.num_columns]
         uniform_B1 = torch.from_numpy(uniform_B).to(logits_BV.device)[:, None]
-        token_B, logprob_B = sample(logits_BV, uniform_B1, rows.filters)
+        token_B1, logprob_BV = sample(logits_BV, uniform_B1, rows.filters)
+        drawn = [token_B1.double(), logprob_BV.gather(1, token_B1).double()]
+        if rows.num_top:
+            top = logprob_BV.topk(rows.num_top)
+            drawn.append(torch.stack((top.indices.double(), top.values.double()), -1).flatten(1))
         if any(response.wants_routes for response in rows.responses):
             rows.route_tape.append(self._watch.take())
-        drawn_2B = torch.stack((token_B.double(), logprob_B.double())).cpu().numpy()
-        rows.token_B1 = token_B[:, None]
+        drawn_BN = torch.cat(drawn, dim=1).cpu().numpy()
+        rows.token_B1 = token_B1
         rows.position_B1 += 1
         cache.end += 1
-        self._record(rows, drawn_2B)
+        self._record(rows, drawn_BN)
 
-    def _record(self, rows: _Rows, drawn_2B: np.ndarray) -> None:
+    def _record(self, rows: _Rows, drawn_BN: np.ndarray) -> None:
         """Record the tokens of a step, and which responses ended."""
         active_B = rows.is_active_B
-        rows.tape.append(drawn_2B)
+        rows.tape.append(drawn_BN)
         rows.num_taped_B += active_B
         rows.remaining_B -= 1
-        stops_B = self._is_stop_V[drawn_2B[0].astype(np.int64)]
+        stops_B = self._is_stop_V[drawn_BN[:, 0].astype(np.int64)]
         ends_B = active_B & (stops_B | (rows.remaining_B == 0))
         for row in np.flatnonzero(ends_B).tolist():
             reason = FinishReason.STOP if stops_B[row] else FinishReason.LENGTH

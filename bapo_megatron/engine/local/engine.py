@@ -20,7 +20,6 @@ from torch import Tensor
 
 from bapo_megatron.config.megatron import ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
-from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import (
     START_VERSION,
     BucketLayout,
@@ -38,7 +37,7 @@ from bapo_megatron.engine.local.cache import ATTENTION, register_attention
 from bapo_megatron.engine.local.decoder import Decoder, Decoding
 from bapo_megatron.errors import RolloutError, ServerError, ServerGoneError
 from bapo_megatron.runtime.names import shown
-from bapo_megatron.types import FinishReason, VersionSpan
+from bapo_megatron.types import FinishReason
 
 ADDRESS = "local"
 
@@ -253,19 +252,15 @@ class LocalEngine:
 
     def _deliver(self, entry: _OpenRequest, reason: FinishReason | None) -> None:
         """Pass new tokens to the sink; with a reason they are the last piece."""
-        version, has_logprobs = self._version, entry.response.request.return_logprobs
-        token_ids, logprobs, routes = entry.response.take()
-        spans = (VersionSpan(version, len(token_ids)),) if len(token_ids) else ()
-        logprobs = logprobs if has_logprobs else logprobs[:0]
+        part = entry.response.take(self._version, reason or FinishReason.ABORT)
         try:
-            if spans and not entry.sink.is_known(version):
+            if part.versions and not entry.sink.is_known(self._version):
                 raise ServerError(
-                    f"{ADDRESS}: sampled with weights version {version}, which this run did not "
-                    "give it; give each run an engine of its own"
+                    f"{ADDRESS}: sampled with weights version {self._version}, which this run did "
+                    "not give it; give each run an engine of its own"
                 )
-            if spans or reason is not None:
-                last = reason or FinishReason.ABORT
-                entry.sink.take(Completion(token_ids, logprobs, spans, last, routes))
+            if part.versions or reason is not None:
+                entry.sink.take(part)
         except Exception as error:  # noqa: BLE001 — fails this request only
             entry.end(error)
         else:

@@ -26,6 +26,7 @@ import orjson
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.record import Completion, join
 from bapo_megatron.data.staleness import spans_of
+from bapo_megatron.data.token_columns import SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS
 from bapo_megatron.engine.base import (
     Capabilities,
     GenerateRequest,
@@ -63,6 +64,8 @@ def stream_body(request: GenerateRequest) -> dict[str, Any]:
         "return_logprob": request.return_logprobs,
         "stream": True,
     }
+    if request.top_logprobs:
+        body["top_logprobs_num"] = request.top_logprobs
     if request.routes_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return body
@@ -185,7 +188,11 @@ class StreamParser:
         if self.request.return_logprobs:
             rows = (meta.get("output_token_logprobs") or [])[:num_new]
             logprobs = _parse_logprobs(rows, token_ids, self._num_tokens)
-        return Completion(token_ids, logprobs, (), FinishReason.ABORT)
+        columns = {}
+        if num_top := self.request.top_logprobs:
+            rows = (meta.get("output_top_logprobs") or [])[:num_new]
+            columns = _parse_likeliest(rows, (num_new, num_top), self._num_tokens)
+        return Completion(token_ids, logprobs, (), FinishReason.ABORT, columns=columns)
 
 
 def _error(status: int, message: object) -> Exception:
@@ -212,6 +219,26 @@ def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int)
             f"{token_ids[row]}): the weights it was given, or its numerics, are broken"
         )
     return logprobs
+
+
+def _parse_likeliest(
+    rows: list[list[list[Any]]], shape: tuple[int, int], position: int
+) -> dict[str, np.ndarray]:
+    """Return the columns of rows of K ``[logprob, token id, text or null]``, likeliest first."""
+    widths = {len(row or ()) for row in rows}
+    if len(rows) != shape[0] or widths - {shape[1]}:
+        raise ValueError(
+            f"{sorted(widths)} likeliest tokens in {len(rows)} rows, expected {shape[1]} in "
+            f"{shape[0]}"
+        )
+    values = [entry[:2] for row in rows for entry in row]
+    top_RK2 = np.array(values, np.float64).reshape(*shape, 2)  # JSON null becomes NaN
+    ids_RK, logprobs_RK = top_RK2[..., 1], top_RK2[..., 0].astype(np.float32)
+    usable_R = (np.isfinite(logprobs_RK) & (ids_RK >= 0)).all(axis=1)
+    if not usable_R.all():
+        row = int(np.argmin(usable_R))
+        raise ValueError(f"likeliest tokens {rows[row]} at response token {position + row}")
+    return {SAMPLER_TOP_IDS: ids_RK.astype(np.int32), SAMPLER_TOP_LOGPROBS: logprobs_RK}
 
 
 def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:

@@ -380,9 +380,10 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     num_values = config.algorithm.kl.is_used + distillation.is_used
     if distillation.is_used and distillation.loss == "top_k":
         num_values += 2 * distillation.top_k  # ids and log-probs
-    token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * num_values
+    num_likeliest = 2 * config.algorithm.centering.top_k
+    token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * (num_values + num_likeliest)
     route_bytes = 0
-    buffer_bytes: float = BUFFER_TOKEN_BYTES * buffer_tokens
+    buffer_bytes = (BUFFER_TOKEN_BYTES + FLOAT32_BYTES * num_likeliest) * buffer_tokens
     if (experts := case.hf.experts) is not None and config.algorithm.router_replay == "rollout":
         routes = case.hf.num_layers * experts.per_token
         route_bytes = routes * (1 if experts.num <= _BYTE_EXPERTS else 2)

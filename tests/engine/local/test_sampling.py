@@ -23,8 +23,9 @@ def _draw(settings: SamplingSettings, *others: SamplingSettings) -> tuple[np.nda
     rows = [settings] * NUM_DRAWS + list(others)
     uniform_B1 = torch.cat((uniform, torch.full((len(others),), 0.5, dtype=torch.float64)))[:, None]
     filters = Filters.of_rows(rows, len(rows), CPU)
-    tokens, logprobs = sample(LOGITS.expand(len(rows), -1), uniform_B1, filters)
-    return tokens[:NUM_DRAWS].numpy(), logprobs[:NUM_DRAWS].numpy()
+    tokens_B1, logprobs_BV = sample(LOGITS.expand(len(rows), -1), uniform_B1, filters)
+    logprobs_B1 = logprobs_BV.gather(1, tokens_B1)
+    return tokens_B1[:NUM_DRAWS, 0].numpy(), logprobs_B1[:NUM_DRAWS, 0].numpy()
 
 
 def _assert_drawn_from(tokens: np.ndarray, probabilities: list[float]) -> None:

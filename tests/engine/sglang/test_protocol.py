@@ -56,13 +56,13 @@ def _event(
 class Parser(StreamParser):
     """Of a request to weights version 3; the run gave out 3 and 4."""
 
-    def __init__(self, max_new_tokens: int = 20, routes_from: int | None = None) -> None:
+    def __init__(self, max_new_tokens: int = 20, **options: Any) -> None:
         request = GenerateRequest(
             input_ids=[0] * 4,
             sampling=SamplingSettings(1.0, max_new_tokens, seed=0),
             label="",
             version=3,
-            routes_from=routes_from,
+            **options,
         )
         super().__init__(request, {3, 4}.__contains__)
 
@@ -274,6 +274,46 @@ def test_a_server_with_ranks_that_buckets_do_not_reach_takes_directories_only(na
 def test_the_requests_that_run_at_a_time_are_those_of_all_copies() -> None:
     states = [{"effective_max_running_requests_per_dp": number} for number in (12, 11)]
     assert parse_info("http://a", {**INFO, "internal_states": states}, {}, ()).max_requests == 23
+
+
+def _with_top(event: dict[str, Any], rows: list[Any]) -> dict[str, Any]:
+    event["meta_info"]["output_top_logprobs"] = rows
+    return event
+
+
+def test_the_likeliest_tokens_come_with_their_pieces_also_where_an_event_repeats_one() -> None:
+    parser = Parser(top_logprobs=2)
+    assert stream_body(parser.request)["top_logprobs_num"] == 2
+    one, two = [[-0.5, 7, None], [-1.5, 8, None]], [[-0.25, 2**24 + 1, None], [-2.5, 8, None]]
+    first = parser.take(_with_top(_event([8], 1), [one]))
+    assert parser.take(_with_top(_event([16], 2, version=4), [two])) is None
+    event = _event([24, 24], 3, 4, ABORT, [(3, 0, 1), (4, 1, 3)], rows=_rows([24, 24]))
+    last = parser.take(_with_top(event, [one, two]))
+    assert first is not None
+    assert last is not None
+    assert [part.columns["sampler_top_ids"].tolist() for part in (first, last)] == [
+        [[7, 8]],
+        [[2**24 + 1, 8], [7, 8]],
+    ]
+    assert [part.columns["sampler_top_logprobs"].tolist() for part in (first, last)] == [
+        [[-0.5, -1.5]],
+        [[-0.25, -2.5], [-0.5, -1.5]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"^\[\] likeliest tokens in 0 rows, expected 2 in 1$"),
+        ([None], r"^\[0\] likeliest tokens in 1 rows"),
+        ([[[-0.5, 7, None]]], r"^\[1\] likeliest tokens in 1 rows"),
+        ([[[-0.5, 7, None], [None, 8, None]]], "None, 8, None.* at response token 0"),
+        ([[[-0.5, 7, None], [-1.0, -8, None]]], "-1.0, -8, None.* at response token 0"),
+    ],
+)
+def test_likeliest_tokens_that_do_not_fit_are_refused(rows: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Parser(top_logprobs=2).take(_with_top(_event([8], 1), rows))
 
 
 def _with_routes(event: dict[str, Any], rows: int) -> dict[str, Any]:
