@@ -5,7 +5,7 @@ misplaced or misattributed tokens are seen. Ids from ``WRITTEN`` are an environm
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Self
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from bapo_megatron.data.record import Completion
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import GenerateRequest
-from bapo_megatron.types import FinishReason, RolloutBatch, SampleText
+from bapo_megatron.types import FinishReason, RolloutBatch, Sample, SampleText
 
 WRITTEN = 1000
 """The least id of what environments write."""
@@ -33,6 +33,22 @@ def part_of(first: int, count: int, version: int, finish_reason: FinishReason) -
     return Completion(token_ids, logprobs, spans_of(versions), finish_reason)
 
 
+def likeliest_of(token_ids: np.ndarray, num_top: int) -> dict[str, np.ndarray]:
+    """[R, K] columns that only these tokens have; none where K is 0."""
+    ids_RK = token_ids[:, None] // 2 + np.arange(num_top, dtype=np.int32)
+    logprobs_RK = (-(ids_RK % 1013) / 103).astype(np.float32)
+    columns = {"sampler_top_ids": ids_RK, "sampler_top_logprobs": logprobs_RK}
+    return columns if num_top else {}
+
+
+def assert_likeliest(samples: Iterable[Sample], num_top: int) -> None:
+    """Check that every sampled token of these episodes has its own columns."""
+    for sequence in (s for sample in samples for s in sample.sequences if s.num_sampled):
+        for name, values in likeliest_of(sequence.sampled_token_ids, num_top).items():
+            assert sequence.columns[name].dtype == values.dtype
+            np.testing.assert_array_equal(sequence.columns[name], values)
+
+
 async def deliver(batch: RolloutBatch, texts: Sequence[SampleText]) -> None:
     """Hands a batch over that nobody takes."""
 
@@ -43,6 +59,7 @@ class Request:
     def __init__(self, asked: GenerateRequest, on_part: Callable[[Completion], None]) -> None:
         self.label, self.order = asked.label, asked.order
         self.seed = asked.sampling.seed
+        self.top_logprobs = asked.top_logprobs
         self.input_ids = tuple(asked.input_ids)
         self.received = asked.sampled_tokens
         """Response tokens so far, those of earlier requests included."""

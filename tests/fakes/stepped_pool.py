@@ -17,7 +17,7 @@ from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.engine.base import GenerateRequest
 from bapo_megatron.errors import ServerGoneError
 from bapo_megatron.types import FinishReason
-from tests.fakes.fake_pool import FakePool, Request
+from tests.fakes.fake_pool import FakePool, Request, likeliest_of
 
 
 class SteppedRequest(Request):
@@ -46,7 +46,8 @@ class SteppedRequest(Request):
         logprobs = (-(tokens % 1009) / 101 - 1).astype(np.float32)
         versions = spans_of(np.full(len(tokens), version))
         self.tokens = []
-        return Completion(tokens, logprobs, versions, self.finish_reason)
+        columns = likeliest_of(tokens, self.top_logprobs)
+        return Completion(tokens, logprobs, versions, self.finish_reason, columns=columns)
 
 
 class SteppedPool(FakePool):

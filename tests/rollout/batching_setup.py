@@ -80,6 +80,7 @@ def make_batches(
     replay: dict[str, Any] | None = None,
     total_steps: int = TOTAL_STEPS,
     updates: int = 1,
+    top_logprobs: int = 0,
     report: Callable[[str], None] = lambda line: None,
 ) -> BatchCollector:
     """A batch collector that is not attached to a pool."""
@@ -89,7 +90,9 @@ def make_batches(
         BatchPlan(seed=0, total_steps=total_steps, updates_per_batch=updates),
     )
     prompts = prompts or make_stream(PROMPTS)
-    scheduler = Scheduler(selection, prompts, sees_groups=grader.sees_groups)
+    scheduler = Scheduler(
+        selection, prompts, sees_groups=grader.sees_groups, top_logprobs=top_logprobs
+    )
     return BatchCollector(scheduler, interaction or single_turn(), grader, report)
 
 

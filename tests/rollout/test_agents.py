@@ -25,6 +25,7 @@ from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import FinishReason, Prompt, Sample
 from tests.agent.episodes import make_renderer
 from tests.data.prompt_sets import make_stream
+from tests.fakes.fake_pool import assert_likeliest
 from tests.fakes.scripted_agents import Client, RefusedError, scripted_agents, wanders
 from tests.fakes.stepped_pool import SteppedPool, SteppedRequest
 from tests.rollout.batching_setup import make_batches
@@ -38,6 +39,7 @@ from tests.rollout.test_repeats import (
     UPDATES,
     Case,
     Delays,
+    decoded,
 )
 
 PROMPTS = [
@@ -91,6 +93,7 @@ class AgentCase(Case):
                 prompts=make_stream(PROMPTS, shuffle=True),
                 total_steps=TOTAL_STEPS,
                 updates=UPDATES,
+                top_logprobs=self.top_logprobs,
             )
 
 
@@ -104,7 +107,9 @@ class AgentCase(Case):
 def test_neither_an_agent_s_delays_nor_a_resumption_change_a_run(
     renderer: ChatRenderer, rollout: dict[str, Any], is_slow: bool, stopped_after: int
 ) -> None:
-    AgentCase(rollout, is_slow=is_slow, renderer=renderer).check(stopped_after)
+    case = AgentCase(rollout, is_slow=is_slow, renderer=renderer, top_logprobs=3)
+    for batch in map(decoded, case.check(stopped_after).batches):
+        assert_likeliest(batch.samples, 3)
 
 
 class AgentSetup(Setup):

@@ -20,6 +20,7 @@ from bapo_megatron.rollout import saved as saved_module
 from bapo_megatron.rollout.buffer import DropReason, Episode, PendingGroup, RolloutBuffer
 from bapo_megatron.rollout.saved import SavedRollout, read_saved
 from bapo_megatron.types import FinishReason, Prompt, VersionSpan
+from tests.fakes.fake_pool import likeliest_of
 from tests.rollout.calls import begin, give, so_far
 from tests.rollout.saved_files import AT_START, file_of, read_file
 
@@ -130,6 +131,30 @@ def test_a_restored_buffer_is_the_saved_one_bit_for_bit(
     restored.take(list(restored)[:1])
     assert restored.start_group(PROMPTS[0], 2).group_id == 4
     assert restored.dropped == {"stale": 1}
+
+
+@pytest.mark.parametrize("known", [None, 0, 1])
+def test_likeliest_tokens_of_finished_and_unfinished_calls_are_restored(known: int | None) -> None:
+    """``known``: the only part that has them; None: all have."""
+    buffer = RolloutBuffer()
+    done, begun = buffer.start_group(PROMPTS[0], 2).episodes
+    for episode, end in ((done, "stop"), (begun, "abort")):
+        parts = (_completion(8, 2, 1), _completion(6, 3, 2, end))
+        for n, part in enumerate(parts):
+            columns = likeliest_of(part.token_ids, 2) if known in (None, n) else {}
+            give(episode, replace(part, columns=columns))
+    done.texts = ("fine",)
+    done.finished().columns |= {"teacher_logprob": np.arange(5, dtype=np.float32)}
+    [restored] = read_file(_file(buffer)).buffer
+    assert [_plain(so_far(episode)) for episode in restored.episodes] == [
+        _plain(so_far(episode)) for episode in (done, begun)
+    ]
+    ids_RK = likeliest_of(np.array([8, 9, 6, 7, 8]), 2)["sampler_top_ids"]
+    ids_RK[{None: [], 0: [2, 3, 4], 1: [0, 1]}[known]] = -1
+    for episode in (*restored.episodes, done):
+        columns = so_far(episode).columns
+        np.testing.assert_array_equal(columns["sampler_top_ids"], ids_RK)
+        assert np.isnan(columns["sampler_top_logprobs"]).tolist() == (ids_RK < 0).tolist()
 
 
 def test_routes_of_later_requests_follow_those_of_earlier_ones() -> None:

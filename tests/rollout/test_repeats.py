@@ -25,7 +25,7 @@ from bapo_megatron.rollout.episodes import Interaction
 from bapo_megatron.rollout.grading import Grader
 from bapo_megatron.types import EncodedBatch, Prompt, RolloutBatch
 from tests.data.prompt_sets import make_stream
-from tests.fakes.fake_pool import deliver
+from tests.fakes.fake_pool import assert_likeliest, deliver
 from tests.fakes.fake_teacher import FakeTeacher, has_columns, make_teacher
 from tests.fakes.scripted_environment import ScriptedEnvironment
 from tests.fakes.stepped_pool import SteppedPool
@@ -114,6 +114,7 @@ class Case:
     has_environment: bool = False
     sees_groups: bool = False
     has_teacher: bool = False
+    top_logprobs: int = 0
 
     def play(self, delay_seed: int, state: bytes | None = None, first_step: int = 0) -> Run:
         """A whole run, or the steps after a state."""
@@ -160,6 +161,7 @@ class Case:
             replay=self.replay,
             total_steps=TOTAL_STEPS,
             updates=UPDATES,
+            top_logprobs=self.top_logprobs,
         )
         if teacher is not None:
             await teacher.close()
@@ -236,6 +238,7 @@ LAG = st.sampled_from([{"fixed_lag": 1}, {"fixed_lag": 2}])
     has_environment=st.booleans(),
     sees_groups=st.booleans(),
     has_teacher=st.booleans(),
+    top_logprobs=st.sampled_from([0, 2]),
     stopped_after=st.integers(1, TOTAL_STEPS - 1),
 )
 def test_neither_delays_nor_a_resumption_change_a_run(
@@ -245,11 +248,13 @@ def test_neither_delays_nor_a_resumption_change_a_run(
     has_environment: bool,
     sees_groups: bool,
     has_teacher: bool,
+    top_logprobs: int,
     stopped_after: int,
 ) -> None:
     replay = {} if "fixed_lag" in rollout else replay
     if has_environment:
         rollout = {**rollout, "environment": "mine:Mine"}
-    case = Case(rollout, replay, is_slow, has_environment, sees_groups, has_teacher)
+    case = Case(rollout, replay, is_slow, has_environment, sees_groups, has_teacher, top_logprobs)
     for batch in map(decoded, case.check(stopped_after).batches):
         assert all(has_columns(sample) is has_teacher for sample in batch.samples)
+        assert_likeliest(batch.samples, top_logprobs)

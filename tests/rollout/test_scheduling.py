@@ -1,6 +1,7 @@
 """The rules of batches without engines, graders or an event loop: a test ends the episodes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from bapo_megatron.rollout.buffer import PendingGroup
 from bapo_megatron.rollout.scheduling import BatchPlan, Scheduler, Selection, same_answer_share
 from bapo_megatron.types import FinishReason, Prompt, RolloutStats, VersionSpan
 from tests.data.prompt_sets import make_stream
+from tests.fakes.fake_pool import likeliest_of
 from tests.rollout.batching_setup import PROMPTS
 from tests.rollout.calls import give
+from tests.rollout.saved_files import file_of, read_file
 
 TOKENS = 4
 
@@ -30,13 +33,37 @@ def scheduler(**rollout: Any) -> Scheduler:
     return Scheduler(selection(**rollout), make_stream(PROMPTS))
 
 
-def sample(group: PendingGroup, version: int = 0, *, is_finished: bool = True) -> PendingGroup:
-    """Give each episode of a group four tokens."""
+def completion(version: int = 0, *, is_finished: bool = True) -> Completion:
     end = FinishReason.STOP if is_finished else FinishReason.ABORT
     ids, spans = np.arange(TOKENS, dtype=np.int32), (VersionSpan(version, TOKENS),)
+    return Completion(ids, np.zeros(TOKENS, np.float32), spans, end)
+
+
+def sample(group: PendingGroup, version: int = 0, *, is_finished: bool = True) -> PendingGroup:
+    """Give each episode of a group four tokens."""
     for episode in group.episodes:
-        give(episode, Completion(ids, np.zeros(TOKENS, np.float32), spans, end))
+        give(episode, completion(version, is_finished=is_finished))
     return group
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_kept"),
+    [(2, 2, True), (2, 0, True), (0, 0, True), (0, 2, False), (3, 2, False)],
+)
+def test_what_was_sampled_without_as_many_likeliest_tokens_is_sampled_again(
+    before: int, now: int, is_kept: bool
+) -> None:
+    first, later = (replace(scheduler(), top_logprobs=k) for k in (before, now))
+    first.draw(2)
+    for group, is_finished in zip(first.groups, (True, False), strict=True):
+        for episode in group.episodes:
+            request = first.request_of(episode)
+            part = completion(is_finished=is_finished)
+            columns = likeliest_of(part.token_ids, request.top_logprobs)
+            give(episode, replace(part, columns=columns))
+    saved = read_file(file_of(first.state(RolloutStats(environment_errors={}), 0.0)))
+    later.restore(saved, lambda sample: True)
+    assert [e.num_tokens for g in later.groups for e in g.episodes] == [TOKENS * is_kept] * 4
 
 
 def score(group: PendingGroup, *rewards: float) -> PendingGroup:

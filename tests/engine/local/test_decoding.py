@@ -116,6 +116,29 @@ async def test_two_runs_are_equal_bit_for_bit_however_long_bursts_are(
     _assert_equal(one, other)
 
 
+@pytest.mark.parametrize("burst", [1, 8])
+async def test_asking_for_likeliest_tokens_changes_nothing_else_and_fewer_are_the_first(
+    model_dir: Path, burst: int
+) -> None:
+    requests = ragged_requests(20)
+    asking = [replace(asked, top_logprobs=n % 4) for n, asked in enumerate(requests)]
+    every = [replace(asked, top_logprobs=9) for asked in requests]
+    plain, some, all_nine = [
+        await sampled(model_dir, r, burst, 16) for r in (requests, asking, every)
+    ]
+    _assert_equal(plain, some)
+    _assert_equal(plain, all_nine)
+    for asked, part, whole in zip(asking, some, all_nine, strict=True):
+        k, (ids_RK, logprobs_RK) = asked.top_logprobs, whole.columns.values()
+        assert [v.tobytes() for v in part.columns.values()] == [
+            np.ascontiguousarray(v[:, :k]).tobytes() for v in (ids_RK, logprobs_RK) if k
+        ]
+        is_token_RK = ids_RK == whole.token_ids[:, None]
+        expected_R = whole.logprobs[is_token_RK.any(axis=1)]
+        np.testing.assert_array_equal(logprobs_RK[is_token_RK], expected_R)
+        assert (np.diff(logprobs_RK) <= 0).all()
+
+
 async def test_a_continued_response_goes_on_with_the_numbers_it_would_have_had(
     model_dir: Path,
 ) -> None:
