@@ -47,6 +47,7 @@ BEST, SCORE = "checkpoint.best", "checkpoint.best=eval/train/avg_at_k"
 BUDGET = "train.max_tokens_per_micro_batch"
 AGE, WARMUP = "rollout.staleness.max_age", "optimizer.warmup_updates"
 RESPONSE, BACKEND = "rollout.max_response_tokens", "rollout.weight_sync.backend"
+TOP = "algorithm.centering.top_k"
 TENSOR, CONTEXT = "parallel.tensor", "parallel.context"
 SAVES, SET = "checkpoint.every_steps", "eval.sets=[{path: train.jsonl,%s}]"
 EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
@@ -91,6 +92,7 @@ EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
         ("parallel.timeout_s=600", "rollout.health.patience_s", "below parallel.timeout_s = 600"),
         (f"rollout.keep_dumps=20 {SAVES}=20", SAVES, "below rollout.keep_dumps = 20"),
         ("log.hang_s=7200", "log.hang_s", "below parallel.timeout_s = 7200"),
+        (f"{TOP}=65 ops.logits_chunk_tokens=1", TOP, "model's vocab_size 64, got 65"),
         ("model.path=missing", "model.path", "no such directory"),
         ("model.path=empty", "model.path", "has no config.json"),
         ("optimizer.schedule=cosine optimizer.min_lr=1", "optimizer.min_lr", "lr = 1e-06, got 1;"),

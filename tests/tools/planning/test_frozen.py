@@ -203,6 +203,19 @@ def test_a_teacher_behind_an_engine_is_noted_and_its_columns_take_disk() -> None
     assert plan.disk[2].each_bytes == pytest.approx((7.8 + 4 * 129) * 1024 * 4096)
 
 
+def test_likeliest_tokens_of_the_sampler_take_disk_in_dumps_and_checkpoints() -> None:
+    centred = {"centering": {"top_k": 32}}
+    plan, alone = (
+        plan_scored(algorithm=algorithm, rollout={"async_steps": 1}, **CHUNKED)
+        for algorithm in (centred, {})
+    )
+    _, (before, after), (_, dump), _ = zip(alone.disk, plan.disk, strict=True)
+    assert (before.what, dump.what) == ("its unfinished samples", "dump")
+    assert dump.each_bytes == pytest.approx((7.8 + 8 * 32) * 1024 * 4096)
+    assert after.each_bytes == pytest.approx(before.each_bytes * (5.6 + 8 * 32) / 5.6)
+    assert before.each_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
