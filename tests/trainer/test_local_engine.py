@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bapo_megatron.data.dump import read_batch
@@ -18,7 +19,8 @@ def test_rounds_divide_responses_over_steps_and_every_part_is_of_its_weights(
         tmp_path,
         model_dir,
         rollout={"engine": "local", "partial_tokens": 9},
-        algorithm={"updates_per_batch": 2},
+        algorithm={"updates_per_batch": 2, "centering": {"top_k": 4}},
+        ops={"logits_chunk_tokens": 16},
         train={"steps": 4},
         eval={"sets": []},
     )
@@ -37,3 +39,17 @@ def test_rounds_divide_responses_over_steps_and_every_part_is_of_its_weights(
     for sample in samples:  # other weights sample only from where a round has ended
         ends = [sum(span.num_tokens for span in sample.versions[:n]) for n in range(1, 3)]
         assert all(end in (9, 18, sample.num_sampled) for end in ends)
+        ids_QK = sample.columns["sampler_top_ids"]
+        logprobs_QK = sample.columns["sampler_top_logprobs"]
+        assert ids_QK.shape == logprobs_QK.shape == (sample.num_sampled, 4)
+        is_token_QK = ids_QK == sample.sampled_token_ids[:, None]
+        is_likely_Q = is_token_QK.any(axis=1)
+        expected_Q = sample.behaviour_logprobs[is_likely_Q]
+        np.testing.assert_array_equal(logprobs_QK[is_token_QK], expected_Q)
+        assert (sample.behaviour_logprobs[~is_likely_Q] <= logprobs_QK[~is_likely_Q, -1]).all()
+    replay = [f"replay.dumps={tmp_path / 'run' / 'rollouts'}", "parallel.tensor=2"]
+    train(config, tmp_path / "replayed", *replay, ranks=2)
+    names = ("loss/policy", "policy/grad_norm")
+    assert [[row[name] for name in names] for row in steps(tmp_path / "replayed")] == [
+        [row[name] for name in names] for row in rows
+    ]
