@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +232,15 @@ def _parse_likeliest(
             f"{sorted(widths)} likeliest tokens in {len(rows)} rows, expected {shape[1]} in "
             f"{shape[0]}"
         )
-    values = [entry[:2] for row in rows for entry in row]
-    top_RK2 = np.array(values, np.float64).reshape(*shape, 2)  # JSON null becomes NaN
-    ids_RK, logprobs_RK = top_RK2[..., 1], top_RK2[..., 0].astype(np.float32)
+    entries = list(chain.from_iterable(rows))
+    # JSON null stands for NaN, and becomes NaN again here.
+    logprobs_RK = np.array([entry[0] for entry in entries], np.float32).reshape(shape)
+    ids_RK = np.array([entry[1] for entry in entries], np.int32).reshape(shape)
     usable_R = (np.isfinite(logprobs_RK) & (ids_RK >= 0)).all(axis=1)
     if not usable_R.all():
         row = int(np.argmin(usable_R))
         raise ValueError(f"likeliest tokens {rows[row]} at response token {position + row}")
-    return {SAMPLER_TOP_IDS: ids_RK.astype(np.int32), SAMPLER_TOP_LOGPROBS: logprobs_RK}
+    return {SAMPLER_TOP_IDS: ids_RK, SAMPLER_TOP_LOGPROBS: logprobs_RK}
 
 
 def _parse_versions(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
