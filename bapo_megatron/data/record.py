@@ -282,6 +282,7 @@ class Call:
             spans_of(token_versions(part.versions)[:num_new]),
             FinishReason.STOP_STRING,
             routes,
+            {name: values[:num_new] for name, values in part.columns.items()},
         )
 
     def copy(self, parent: Call | None) -> Call:

@@ -27,6 +27,7 @@ from bapo_megatron.data.record import (
 from bapo_megatron.data.staleness import spans_of, token_versions
 from bapo_megatron.types import FinishReason, Sample, VersionSpan
 from tests.agent.episodes import EOS, TOOL, make_renderer, sequences_of
+from tests.fakes.fake_pool import likeliest_of
 
 NUM_CALLS = 10_000
 NUMBERS = (7, 2.0, 2.5, -0.0, 1e22, 2**53 + 1, 2**60 + 1)
@@ -448,6 +449,7 @@ def test_a_turn_ends_at_the_token_that_completes_a_stop_string_however_it_comes(
                 spans_of([3] * (start < 2) + [4] * (len(ids[start:end]) - (start < 2))),
                 FinishReason.ABORT if end < len(ids) else FinishReason.STOP,
                 routes[max(0, start + 1) : min(end, len(ids)) + 1] if start else routes[: end + 1],
+                likeliest_of(np.array(ids[start:end], np.int32), 2),
             )
             call.append(call.until_stop(part, decode))
             if call.is_finished:
@@ -458,5 +460,7 @@ def test_a_turn_ends_at_the_token_that_completes_a_stop_string_however_it_comes(
         assert len(token_versions(call.turn.versions)) == num_tokens
         assert call.turn.routes is not None
         assert len(call.turn.routes) == 2 + num_tokens - 1
+        top_ids = likeliest_of(call.turn.token_ids, 2)["sampler_top_ids"]
+        assert call.turn.columns["sampler_top_ids"].tolist() == top_ids.tolist()
         is_cut = expected != text
         assert call.finish_reason == ("stop_string" if is_cut else "stop")
