@@ -160,19 +160,19 @@ def _train(setting: Setting, task_seed: int, seed: int, objective: Objective) ->
         samples = task.sample(behaviour_CDA, GROUP_SIZE, rng)
         norms = [
             _update(batch, objective, setting, task.features_CK, optimizer, run)
-            for batch in _batches(samples, behaviour_CDA, setting.updates)
+            for batch in batches(samples, behaviour_CDA, setting.updates)
         ]
         trained = [norm for norm in norms if norm is not None]
         policies = [*policies, task.log_policy(optimizer.weight_DKA)][-(setting.lag + 1) :]
         run.expected_reward.append(task.expected_reward(policies[-1]))
-        run.entropy.append(_entropy(policies[-1], samples))
+        run.entropy.append(entropy(policies[-1], samples))
         run.gradient_norm.append(max(trained, default=0.0))
         run.median_gradient_norm.append(float(np.median(trained)) if trained else 0.0)
     return run
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class Batch:
     """The tokens of one update whose advantage is not 0, and the number of all its tokens."""
 
     prompts: NDArray[np.int64]
@@ -189,9 +189,7 @@ class _Batch:
     num_tokens: int
 
 
-def _batches(
-    samples: Samples, behaviour_CDA: NDArray[np.float64], updates: int
-) -> Iterator[_Batch]:
+def batches(samples: Samples, behaviour_CDA: NDArray[np.float64], updates: int) -> Iterator[Batch]:
     """Divide whole groups among the updates."""
     reward_PG = torch.from_numpy(samples.reward_B).reshape(-1, GROUP_SIZE)
     length_PG = torch.from_numpy(samples.length_B).reshape(-1, GROUP_SIZE)
@@ -206,7 +204,7 @@ def _batches(
         stage_T = samples.stage_BT[response_T, column_T]
         action_T = samples.action_BT[response_T, column_T]
         prompt_T = samples.prompt_B[response_T]
-        yield _Batch(
+        yield Batch(
             prompts=prompts,
             prompt_T=(response_T - chosen[0]) // GROUP_SIZE,
             stage_T=stage_T,
@@ -221,7 +219,7 @@ def _batches(
 
 
 def _update(
-    batch: _Batch,
+    batch: Batch,
     objective: Objective,
     setting: Setting,
     features_CK: NDArray[np.float64],
@@ -244,14 +242,14 @@ def _update(
 
 
 def _derivative(
-    batch: _Batch,
+    batch: Batch,
     logprob_T: NDArray[np.float64],
     objective: Objective,
     setting: Setting,
     run: History,
 ) -> NDArray[np.float64]:
     """∂loss/∂ℓ of every token by the objective, as the trainer's loss stage forms it."""
-    tokens = _token_batch(batch, logprob_T, run.num_updates - 1)
+    tokens = token_batch(batch, logprob_T, run.num_updates - 1)
     weight_T = tokens.mask / batch.num_tokens
     parts = torch.arange(len(tokens)) % setting.micro_batches
     derivative_T = torch.zeros_like(tokens.logprob)
@@ -266,7 +264,8 @@ def _derivative(
     return derivative_T.double().numpy()
 
 
-def _token_batch(batch: _Batch, logprob_T: NDArray[np.float64], update: int) -> TokenBatch:
+def token_batch(batch: Batch, logprob_T: NDArray[np.float64], update: int) -> TokenBatch:
+    """Return the batch as the trainer's objectives read it, in float32."""
     logprob = torch.from_numpy(logprob_T).float()
     behaviour = torch.from_numpy(batch.behaviour_T).float()
     zero = torch.zeros_like(logprob)
@@ -321,7 +320,7 @@ def _positive_share(contribution_T: torch.Tensor) -> float:
     return positive / total if total > 0 else 1.0
 
 
-def _entropy(log_policy_CDA: NDArray[np.float64], samples: Samples) -> float:
+def entropy(log_policy_CDA: NDArray[np.float64], samples: Samples) -> float:
     """Mean over the tokens of the batch."""
     entropy_CD = -(np.exp(log_policy_CDA) * log_policy_CDA).sum(-1)
     is_token_BT = np.arange(LONGEST) < samples.length_B[:, None]

@@ -42,7 +42,7 @@ def test_the_gradient_of_an_update_is_autograd_s():
     task, run = make_task(1), History()
     behaviour = task.log_policy(task.start_DKA)
     samples = task.sample(behaviour, tier_a_run.GROUP_SIZE, np.random.default_rng(5))
-    (batch,) = tier_a_run._batches(samples, behaviour, 1)
+    (batch,) = tier_a_run.batches(samples, behaviour, 1)
     moved = task.start_DKA + np.random.default_rng(6).normal(0, 0.3, task.start_DKA.shape)
 
     class Keep(tier_a_run.Adam):
