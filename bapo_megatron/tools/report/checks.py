@@ -42,6 +42,10 @@ _MAX_DOUBLED_SHARE = 0.007
 """Tokens with A < 0 whose ratio exceeds 2; at most 0.006 and up to 0.024 in the same runs."""
 _MIN_ENTROPY_RATIO = 0.1
 """Ratio of the last entropy to the first."""
+_EXHAUSTED = "bapo/exit_exhausted_share"
+_MIN_EXHAUSTED_SHARE, _MIN_ENTROPY_RISE = 0.9, 1.5
+"""Mean share of searches that end at both maxima in a quarter of the run, and the ratio of the
+entropy in its last third to that in its first third."""
 _MAX_NORM_RATIO = 10.0
 """Ratio of a gradient norm to the median of the run."""
 _MIN_SPIKES = 3
@@ -179,14 +183,17 @@ def _mismatch(run: RunRecord) -> Iterator[Finding]:
         first = values[0] if values else 0.0
         limit = min(max(_MAX_MISMATCH_RATIO * first, MIN_GROWN_MISMATCH), _MAX_MISMATCH)
         if steps := _steps_above(run, metric, limit):
+            bits = run.settings.get("rollout.local.sampling_bits")
             cause = "it likely computes differently"
-            if max(values) > _MAX_MISMATCH_RATIO * first:
+            if bits:
+                cause = f"it samples with weights rounded to {bits} bits"
+            elif max(values) > _MAX_MISMATCH_RATIO * first:
                 cause = (
                     f"its weights are likely stale, since the first value was {first:.1g}. The "
                     "engine itself reports versions and ages of tokens"
                 )
             yield Finding(
-                "fault",
+                "caution" if bits else "fault",
                 f"{when}, engine and trainer differ by up to {max(values):.3g} nats per token in "
                 f"{_count(steps, run)}. Check the engine: {cause}.",
                 steps,
@@ -298,6 +305,27 @@ def _entropy_collapse(run: RunRecord) -> Iterator[Finding]:
         )
 
 
+def _over_relaxed_bounds(run: RunRecord) -> Iterator[Finding]:
+    shares = dict(run.points(_EXHAUSTED))
+    entropy = [point for point in run.points("policy/entropy") if point[0] in shares]
+    size = max(_TREND, len(entropy) // 4)
+    for start in range(len(entropy) - size + 1):
+        window = entropy[start : start + size]
+        first, last = window[: size // 3], window[-(size // 3) :]
+        share = fmean(shares[step] for step, _ in window)
+        rise = _mean(last) / max(_mean(first), 1e-9)
+        if share >= _MIN_EXHAUSTED_SHARE and rise >= _MIN_ENTROPY_RISE:
+            yield Finding(
+                "caution",
+                f"The entropy rose from {_mean(first):.3g} nats per token ({_steps(first)}) to "
+                f"{_mean(last):.3g} ({_steps(last)}) while {share:.0%} of BAPO's searches ended at "
+                "both maxima: bounds that wide may no longer hold updates back. Lower "
+                "algorithm.bapo.upper.max, the learning rate or the staleness.",
+                tuple(int(step) for step, _ in window),
+            )
+            return
+
+
 def _falling_reward(run: RunRecord) -> Iterator[Finding]:
     rewards = run.points("reward/mean")
     if len(rewards) < 2 * _MIN_STEPS:
@@ -369,6 +397,7 @@ CHECKS = (
     Check("tokens masked as stale", _masked_tokens, ("rollout/masked_token_share",), _AGE, "age"),
     Check("growing staleness", _growing_staleness, ("rollout/age_p90",), _AGE, "age", _TREND),
     Check("entropy collapse", _entropy_collapse, _ENTROPY, "Policy entropy", "", _MIN_STEPS),
+    Check("over-relaxed bounds", _over_relaxed_bounds, (_EXHAUSTED,), "Policy entropy", "", _TREND),
     Check("truncated responses", _truncated, _TRUNCATED, "Response length", "exit"),
     Check("responses without an answer", _unanswered, _ANSWERED, _REWARD, "reward"),
     Check("one answer for many prompts", _same_answer, ("reward/same_answer_share",), _REWARD),

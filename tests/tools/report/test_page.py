@@ -244,6 +244,47 @@ def test_checks_find_runs_that_go_wrong(
     assert text in finding.text
 
 
+def searched(entropy: list[float], exhausted: list[float]) -> list[dict[str, float]]:
+    """Steps with an entropy and a share of searches that ended at both maxima."""
+    return [
+        {"step": step, "policy/entropy": value, "bapo/exit_exhausted_share": share}
+        for step, (value, share) in enumerate(zip(entropy, exhausted, strict=True), start=1)
+    ]
+
+
+RISING = [0.5] * 20 + [0.5 + 0.05 * n for n in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("entropy", "exhausted", "is_found"),
+    [
+        (RISING, [0.3] * 20 + [1.0] * 20, True),
+        (RISING, [0.3] * 20 + [1.0, 0.85] * 10, True),
+        (RISING, [1.0] * 20 + [0.3] * 20, False),  # the bounds have room when it rises
+        (RISING, [0.6] * 40, False),
+        ([0.5 + 0.01 * n for n in range(40)], [1.0] * 40, False),  # a slow rise
+        (RISING[::-1], [1.0] * 40, False),
+        (RISING[20:29], [1.0] * 9, False),  # too few steps
+    ],
+)
+def test_entropy_that_rises_while_bounds_are_at_their_maxima_is_found(
+    entropy: list[float], exhausted: list[float], is_found: bool
+) -> None:
+    found = findings(*searched(entropy, exhausted))
+    assert [finding.level for finding in found] == ["caution"] * is_found
+    for finding in found:
+        assert "BAPO's searches ended at both maxima" in finding.text
+        assert finding.panel == "Policy entropy"
+        assert 20 <= finding.steps[0] <= 31
+
+
+def test_the_mismatch_of_a_rounded_sampler_is_explained() -> None:
+    rows = series("mismatch/logprob_abs_mean", [0.2, 0.3])
+    (finding,) = findings_of(run_of(*rows, **{"rollout.local.sampling_bits": 4}))
+    assert finding.level == "caution"
+    assert finding.text.endswith("Check the engine: it samples with weights rounded to 4 bits.")
+
+
 def test_every_check_says_in_how_many_steps_it_was_measured() -> None:
     rows = [{"step": n, "reward/mean": 0.1 * n, "data/sums/reward_mean": 0.5} for n in range(4)]
     rows[1]["mismatch/logprob_abs_mean"] = 3e-7
@@ -378,7 +419,7 @@ def test_checks_have_a_column_for_every_seed() -> None:
         ["constant reward", *["passed, 3 of 3 steps"] * 2],
         ["data set without reward", *["not measured, 0 of 3 steps"] * 2],
     ]
-    assert len(shown["results"]) == 36
+    assert len(shown["results"]) == 38
 
 
 def test_progress_sums_the_tokens_and_prompts_that_a_run_had_used_at_each_step() -> None:
