@@ -205,6 +205,9 @@ class LocalConfig(Section):
     decode_steps_ahead: int | None = Field(None, ge=1)
     """Decode steps beside the training of a batch, with ``async_steps``; null: half of
     ``max_response_tokens``. The next weight sync waits for them (docs/rollout.md)."""
+    sampling_bits: Literal[4, 8] | None = None
+    """For studies of a biased sampler: sample with the linear layers' weights rounded to so many
+    bits, and record log-probs of that model; the trainer's weights stay. Null: not rounded."""
 
 
 class EpisodesConfig(Section):
@@ -482,6 +485,11 @@ class RolloutConfig(Section):
                 f"episodes.step_timeout_s must be at least {needed_s:g} with "
                 f"python_tool.sandbox.timeout_s = {cell_s:g}, got {limit_s:g}: it is for all "
                 "cells of a step; raise it"
+            )
+        if self.local.sampling_bits is not None and self.engine in WITH_SERVERS:
+            raise ValueError(
+                f"local.sampling_bits must be null with engine: {self.engine}, got "
+                f"{self.local.sampling_bits}: only the local engine rounds; leave it out"
             )
         later = ("async_steps", "partial_tokens", "tokens_per_step", "max_carries", "fixed_lag")
         for name in later:

@@ -22,6 +22,7 @@ def as_policy(config: RunConfig) -> RunConfig:
         "min_servers": None,
         "colocated": False,
         "server": ServerConfig(),
+        "local": {"sampling_bits": None},
         "weight_sync": WeightSyncConfig(),
     }
     model = {"path": teacher.path}

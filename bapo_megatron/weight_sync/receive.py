@@ -188,7 +188,8 @@ class WeightReceiver:
         # Requests paused in place still need their KV cache.
         self._may_flush = self._sync.in_flight != "in_place"
         self._generation = generation
-        self._verifier = Verifier(pool, config.weight_sync, probe_prompts)
+        bits = config.local.sampling_bits
+        self._verifier = Verifier(pool, config.weight_sync, probe_prompts, bits)
         self._group = SyncGroup()
         self._calls: dict[asyncio.Task[None], PooledEngine] = {}
         """Open calls of the newest step; if it failed, kept until ``_remove_failed``."""

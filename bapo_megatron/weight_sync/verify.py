@@ -4,6 +4,7 @@ Shape legend: P = tokens of the probe.
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from bapo_megatron.config.rollout import WeightSyncConfig
 from bapo_megatron.engine.pooled import EngineStates, PooledEngine
 from bapo_megatron.errors import RolloutError, ServerError
 
+_LOG = logging.getLogger(__name__)
 _MAX_PROBE_TOKENS = 256
 """Tokens of a prompt whose log-probs are compared."""
 _ROUNDING = 1e-5
@@ -49,9 +51,13 @@ class Verifier:
     """Compares servers' log-probs with the trainer's (``weight_sync.verify``)."""
 
     def __init__(
-        self, pool: EngineStates, config: WeightSyncConfig, prompts: Sequence[Sequence[int]]
+        self,
+        pool: EngineStates,
+        config: WeightSyncConfig,
+        prompts: Sequence[Sequence[int]],
+        sampling_bits: int | None = None,
     ) -> None:
-        self._pool, self._config = pool, config
+        self._pool, self._config, self._bits = pool, config, sampling_bits
         cut = (tuple(prompt[:_MAX_PROBE_TOKENS]) for prompt in prompts if len(prompt) > 1)
         self.probe = tuple(cut)
         """The sequences whose log-probs are compared."""
@@ -108,7 +114,7 @@ class Verifier:
             raise ServerError(f"it does not answer the probe: {error}") from error
         current = _Comparison(np.concatenate(rows), np.concatenate(expected))
         difference = float(np.abs(current.server - current.trainer).mean())
-        tolerance = self._config.verify_tolerance
+        tolerance = math.inf if self._bits else self._config.verify_tolerance
         if not difference <= tolerance:  # NaN too
             raise RolloutError(
                 f"{entry.address}: its log-probs differ from the trainer's by {difference:.3g} on "
@@ -116,7 +122,12 @@ class Verifier:
                 f"reports weights version {version}; check its dtype, quantization and model, or "
                 "raise the tolerance"
             )
-        before = None if entry.is_unproven else self._compared.get(entry)
+        if self._bits and not self._compared:
+            text = "weights rounded to %d bits move log-probs by %.3g on average, which is no error"
+            _LOG.warning(
+                f"%s: {text} (rollout.local.sampling_bits)", entry.address, self._bits, difference
+            )
+        before = None if self._bits or entry.is_unproven else self._compared.get(entry)
         if before is not None and before.shows_no_change_of(current):
             raise RolloutError(
                 f"{entry.address}: its log-probs did not follow the trainer's since the last "

@@ -7,7 +7,7 @@ import pytest
 
 from bapo_megatron.data.dump import read_batch
 from tests.trainer.chaos import steps
-from tests.trainer.runs import train, write_run
+from tests.trainer.runs import assert_same_training, train, write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -53,3 +53,24 @@ def test_rounds_divide_responses_over_steps_and_every_part_is_of_its_weights(
     assert [[row[name] for name in names] for row in steps(tmp_path / "replayed")] == [
         [row[name] for name in names] for row in rows
     ]
+
+
+def test_a_rounded_sampler_shows_in_the_mismatch_and_stays_over_a_resume(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    config = write_run(
+        tmp_path,
+        model_dir,
+        rollout={"engine": "local", "local": {"sampling_bits": 4}},
+        train={"steps": 2},
+        checkpoint={"every_steps": 1},
+        eval={"sets": []},
+    )
+    train(config, tmp_path / "whole")
+    train(config, tmp_path / "parts", "train.steps=1")
+    train(config, tmp_path / "parts", "--resume")
+    for row in steps(tmp_path / "whole"):
+        assert row["mismatch/logprob_abs_mean"] > 0.01
+    shown = (tmp_path / "whole" / "console.log").read_text()
+    assert shown.count("weights rounded to 4 bits move log-probs by") == 1
+    assert_same_training(tmp_path / "parts", tmp_path / "whole")

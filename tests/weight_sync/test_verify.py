@@ -51,6 +51,21 @@ async def test_if_every_server_computes_otherwise_the_run_ends(
             await setting.compare()
 
 
+async def test_a_sampler_with_rounded_weights_differs_but_serves_and_one_line_says_so(
+    servers: list[FakeWeightServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = {"engine": "local", "local": {"sampling_bits": 4}}
+    async with sync_on(servers[:1], **rollout) as setting:
+        for shift in (0.2, 0.3):  # the second time it has not followed a trainer that stayed
+            servers[0].logprob = LOGPROB + shift
+            assert (await setting.compare()).difference == pytest.approx(shift)
+        assert setting.states == ["usable"]
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "weights rounded to 4 bits move log-probs by 0.2 on average, which is no error "
+        "(rollout.local.sampling_bits)"
+    ]
+
+
 async def test_servers_that_end_during_the_probe_do_not_end_the_run(
     servers: list[FakeWeightServer],
 ) -> None:

@@ -102,13 +102,18 @@ class LocalEngine:
     """Always 0: there is no other process that could be stuck."""
 
     def __init__(
-        self, model: Any, stop_ids: frozenset[int], max_rows: int, threads: int | None = None
+        self,
+        model: Any,
+        stop_ids: frozenset[int],
+        max_rows: int,
+        threads: int | None = None,
+        sampling_bits: int = 0,
     ) -> None:
-        """Take what ``load_model`` returns, and keys of ``LocalConfig``; nothing is computed."""
+        """Take what ``load_model`` returns, and keys of ``LocalConfig``."""
         self._model = model
         self._decoder = Decoder(model, stop_ids, max_rows)
         self._cache_tokens = max_rows * model.config.max_position_embeddings
-        self.weights = LocalWeights(model, self._change_weights)
+        self.weights = LocalWeights(model, self._change_weights, sampling_bits)
         self._version = START_VERSION
         self._entries: dict[_OpenRequest, None] = {}
         """In order of arrival."""
@@ -297,11 +302,21 @@ class LocalWeights:
     """A ``WeightControl``: this process is one member of a gloo group, on the CPU."""
 
     def __init__(
-        self, model: Any, change: Callable[[Callable[[], None], int | None], Awaitable[None]]
+        self,
+        model: Any,
+        change: Callable[[Callable[[], None], int | None], Awaitable[None]],
+        bits: int = 0,
     ) -> None:
-        """Take a model, and the function that runs a change of its weights."""
+        """Take a model and the function that runs a change of its weights.
+
+        With ``bits``, round its linear layers now, and new weights of theirs as they arrive.
+        """
         self._change = change
         self._parameters = dict(_weights(model))
+        self._bits = bits
+        self._rounded = _linear_names(model) if bits else frozenset[str]()
+        for name in self._rounded:
+            round_rows(self._parameters[name].detach(), bits)
         self._group: Any = None
         self._loaded: set[int] = set()
         """Parameters already loaded by an incomplete weight sync, by ``id``."""
@@ -386,6 +401,8 @@ class LocalWeights:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self._parameters[name].copy_(tensor)
+                if name in self._rounded:
+                    round_rows(self._parameters[name], self._bits)
                 self._loaded.add(id(self._parameters[name]))
         if not is_last:
             return
@@ -415,6 +432,26 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
                 parts = list(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
             for part, matrix in parts:
                 yield f"{layer}.experts.{number}.{part}.weight", matrix
+
+
+def _linear_names(model: Any) -> frozenset[str]:
+    """Names of the matrices of linear layers and experts, without the output layer."""
+    linear = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+    }
+    return frozenset(name for name, _ in _weights(model) if name in linear or ".experts." in name)
+
+
+def round_rows(matrix: Tensor, bits: int) -> None:
+    """Round [out, in] to ``bits``-bit integers times one scale per row, in place.
+
+    Symmetric: the largest absolute value of a row becomes ±(2^(bits − 1) − 1).
+    """
+    values = matrix.float()
+    scale = values.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
+    matrix.copy_((values / scale.clamp(min=1e-30)).round_() * scale)
 
 
 def _use_threads(number: int | None) -> None:
@@ -462,4 +499,5 @@ class LocalBackend:
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"
             ) from error
-        return LocalEngine(model, stop_ids, self.local.max_rows, self.local.threads)
+        local, bits = self.local, self.local.sampling_bits or 0
+        return LocalEngine(model, stop_ids, local.max_rows, local.threads, bits)

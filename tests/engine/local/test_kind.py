@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.teacher import as_policy
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.errors import RolloutError
 from tests.engine.sglang.servers import server_config
@@ -42,6 +43,14 @@ def test_what_it_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^rollout\.{key}: must be .*, got {value}"):
         load_kind("local").check(server_config(model_dir, tmp_path, engine="local", **rollout))
+
+
+def test_only_its_policy_is_rounded(model_dir: Path, tmp_path: Path) -> None:
+    bits = {"local": {"sampling_bits": 8}}
+    with pytest.raises(ValueError, match=r"sampling_bits must be null with engine: sglang, got 8"):
+        server_config(model_dir, tmp_path, engine="sglang", **bits)
+    config = server_config(model_dir, tmp_path, engine="local", **bits)
+    assert as_policy(config).rollout.local.sampling_bits is None
 
 
 @pytest.mark.parametrize(

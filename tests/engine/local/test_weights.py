@@ -18,6 +18,7 @@ from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
 from tests.engine.helpers import change_weights, make_model_dir, reference_logprobs
 from tests.engine.local.setting import complete, finish, opened, request, start
+from tests.policy.tiny_models import load_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -180,3 +181,63 @@ async def test_weights_wait_for_the_running_burst(model_dir: Path, changed_dir: 
     assert completion.versions == (VersionSpan(0, 20), VersionSpan(1, 10))
     new = reference_logprobs(changed_dir, PROMPT, completion.token_ids, LONG.temperature)
     np.testing.assert_allclose(completion.logprobs[20:], new[20:], rtol=0, atol=1e-4)
+
+
+def _rounded(tensors: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """The matrices of layers at the nearest point of each row's grid, by a search in float64."""
+    grid = np.arange(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1))
+
+    def nearest(matrix: Tensor) -> Tensor:
+        points = np.abs(matrix.double().numpy()).max(1)[:, None] * grid / grid[-1]
+        distance = np.abs(matrix.double().numpy()[..., None] - points[:, None])
+        return torch.from_numpy(np.take_along_axis(points, distance.argmin(-1), 1)).float()
+
+    return {
+        name: nearest(t) if t.ndim == 2 and ".layers." in name and "gate." not in name else t
+        for name, t in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(("family", "bits"), [("qwen2", 4), ("llama", 8), ("qwen3_moe", 4)])
+async def test_rounded_weights_lie_on_the_grid_of_their_row_and_others_stay(
+    tmp_path: Path, family: str, bits: int
+) -> None:
+    directory = make_model_dir(tmp_path / family, family)
+    expected = _rounded(_weights(directory), bits)
+    async with opened(directory, sampling_bits=bits) as engine:
+        for version in (None, 1):  # as loaded, and after a weight sync
+            if version is not None:
+                await _load(engine, directory, version)
+            held = engine.weights._parameters
+            for name, tensor in expected.items():
+                torch.testing.assert_close(held[name].detach(), tensor, rtol=2e-6, atol=1e-9)
+    original = _weights(directory)
+    moved = {name for name, tensor in expected.items() if not tensor.equal(original[name])}
+    assert moved == {name for name in expected if name.endswith("proj.weight")}
+
+
+async def test_the_recorded_log_probs_are_the_rounded_model_s_also_over_a_weight_sync(
+    model_dir: Path, changed_dir: Path, tmp_path: Path
+) -> None:
+    old, new = (
+        _changed(model_dir, tmp_path / name, lambda _, d=source: _rounded(_weights(d), 4))
+        for name, source in (("old", model_dir), ("new", changed_dir))
+    )
+    async with opened(model_dir, sampling_bits=4) as engine:
+        [stream] = await start(engine, request(PROMPT, replace(LONG, max_new_tokens=30, seed=3)))
+        await engine.decode(20)
+        await _load(engine, changed_dir, 1)
+        await finish(engine, [stream])
+    q, tokens = stream.completion.logprobs, stream.completion.token_ids
+    for part, directory, exact_dir in (
+        (slice(0, 20), old, model_dir),
+        (slice(20, 30), new, changed_dir),
+    ):
+        model = load_reference("qwen2", directory).double()
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+        logprob_TV = (logits_TV / LONG.temperature).log_softmax(dim=-1).numpy()
+        expected = logprob_TV[np.arange(30), tokens]
+        np.testing.assert_allclose(q[part], expected[part], rtol=0, atol=2e-5)
+        exact = reference_logprobs(exact_dir, PROMPT, tokens, LONG.temperature)
+        assert np.abs(q[part] - exact[part]).mean() > 0.01
