@@ -47,6 +47,7 @@ class Plan:
 
 
 SMALL = Plan(
+    conditions=((0, 2), (0, 4), (0, 8), (4, 0), (4, 4), (4, 8)),
     rates=(0.03, 0.1),
     tasks=(16, 17),
     tuning_tasks=(200,),

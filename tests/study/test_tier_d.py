@@ -1,12 +1,18 @@
 """Tier D of the study: the centred gradient, the sampler's rounding, shards and tables."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 
+from examples.study import shards, tier_d
+from examples.study.shards import read_shards
 from examples.study.task import make_task
 from examples.study.tier_a_run import GROUP_SIZE, batches
+from examples.study.tier_d_report import Results, tables
 from examples.study.tier_d_run import ARMS, Setting, gradient_of, rounded, train
+from tests.launch import REPOSITORY
 
 BOUNDS = {"grpo": (0.8, 1.2), "corner": (0.9, 3.0)}
 
@@ -84,3 +90,34 @@ def test_a_run_repeats_and_arms_differ_by_their_weight_alone():
     runs = [train(Setting("masked_centered", 1, 4, steps=2), 0, 0) for _ in range(2)]
     assert runs[0] == runs[1]
     assert train(Setting("masked", 1, 4, steps=2), 0, 0) != runs[0]
+
+
+def test_the_report_tells_the_contrasts_of_the_shards(tmp_path, monkeypatch):
+    pool = lambda jobs, *_: ThreadPoolExecutor(jobs)  # noqa: E731 - a process takes seconds
+    monkeypatch.setattr(shards, "ProcessPoolExecutor", pool)
+    tier_d.run_plan(tier_d.SMALL, tmp_path, jobs=1)
+    results = Results(tmp_path)
+    text = tables(results)
+    tuning = [row for row in read_shards(tmp_path / "tuning") if row["arm"] == "masked"]
+    by_rate = {
+        row["learning_rate"]: row["expected_reward"][-1]
+        for row in tuning
+        if (row["bits"], row["lag"]) == (4, 0)
+    }
+    assert results.rate("masked", (4, 0)) == max(by_rate, key=by_rate.get)
+    assert len(by_rate) == 2
+    finals = {
+        (row["arm"], row["task"], row["seed"]): row["expected_reward"][-1]
+        for row in read_shards(tmp_path / "report")
+        if (row["bits"], row["lag"]) == (4, 0)
+    }
+    pairs = [(16, 0), (16, 1), (17, 0), (17, 1)]
+    difference = np.mean([finals["bapo", *pair] - finals["grpo", *pair] for pair in pairs])
+    row = next(line for line in text.splitlines() if line.startswith("| biased | bapo − grpo"))
+    assert row.split(" | ")[2].strip("*") == f"{difference:+.3f}"
+    assert text.count("\n| stale | ") == text.count("\n| both | ") == 9
+
+
+def test_what_docs_study_says_of_tier_d_is_what_its_shards_say():
+    directory = REPOSITORY / "docs/study/tier_d"
+    assert (directory / "tables.md").read_text() == tables(Results(directory))
