@@ -56,9 +56,9 @@ async def test_a_sampler_with_rounded_weights_differs_but_serves_and_one_line_sa
 ) -> None:
     rollout = {"engine": "local", "local": {"sampling_bits": 4}}
     async with sync_on(servers[:1], **rollout) as setting:
-        for shift in (0.2, 0.3):  # the second time it has not followed a trainer that stayed
-            servers[0].logprob = LOGPROB + shift
-            assert (await setting.compare()).difference == pytest.approx(shift)
+        for shift in (0.2, 0.3):  # the trainer moves, and rounded weights stay
+            resumed = await setting.compare(((LOGPROB + shift,) * 2, (LOGPROB + shift,)))
+            assert resumed.difference == pytest.approx(shift)
         assert setting.states == ["usable"]
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
         "weights rounded to 4 bits move log-probs by 0.2 on average, which is no error "
