@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bapo_megatron.data.dump import write_batch
 from bapo_megatron.data.packing import PackingRules, SequenceFlops
@@ -67,12 +68,14 @@ def write_dumps(
     noise: float = 0.1,
     episodes: bool = False,
     branches: bool = False,
+    top_k: int = 0,
 ) -> Path:
     """Random prompts and responses with log-probs of ``model_dir`` plus noise.
 
     Half of the samples of every group are right.
     ``episodes``: all but the first response of a group have two or three turns.
     ``branches``: response i of a group is an episode of 1 + i % 4 sequences.
+    ``top_k``: likeliest tokens of a sampler whose logits have noise of 0.5.
     """
     model = load_reference("qwen2", model_dir).eval()
     rng = np.random.default_rng(7)
@@ -99,6 +102,8 @@ def write_dumps(
                     answer_found=True,
                 )
                 samples.append(_as_episode(sample) if episodes else sample)
+                if top_k:
+                    sample.columns = _likeliest(model, sample, top_k, rng)
                 for _ in range(index % 4 if branches else 0):
                     _add_branch(sample, model, rng, noise)
             step_groups.append(Group(group_id, tuple(samples)))
@@ -147,9 +152,25 @@ def _add_branch(
     sample.branches += (branch,)
 
 
+def _likeliest(
+    model: torch.nn.Module, sample: Sample, top_k: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    log_p = _distributions(model, sample.prompt.token_ids, sample.response_token_ids)
+    moved = log_p + torch.from_numpy(rng.normal(0, 0.5, log_p.shape)).float()
+    top = moved.log_softmax(-1)[torch.from_numpy(sample.loss_mask)].topk(top_k)
+    return {
+        "sampler_top_ids": top.indices.numpy().astype(np.int32),
+        "sampler_top_logprobs": top.values.numpy(),
+    }
+
+
 def _logprobs(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
+    log_p = _distributions(model, prompt, response)
+    return log_p.gather(1, torch.tensor(response.tolist())[:, None])[:, 0].numpy()
+
+
+def _distributions(model: torch.nn.Module, prompt: np.ndarray, response: np.ndarray) -> Tensor:
+    """[response, V] log-probs before each token of the response."""
     ids = torch.tensor([[*prompt.tolist(), *response.tolist()]])
     with torch.no_grad():
-        logprobs = model(ids).logits[0].log_softmax(-1)
-    rows = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    return logprobs[rows, ids[0, len(prompt) :]].numpy()
+        return model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -29,6 +29,12 @@ SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
 OVERLAP = ("megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=true")
 
 
+CENTERED = (
+    *("algorithm.objective=reinforce"),
+    *("algorithm.centering.top_k=8", "ops.logits_chunk_tokens=16"),
+)
+
+
 @dataclass(frozen=True)
 class Case:
     """A layout to train in."""
@@ -85,6 +91,7 @@ CASES = (
     ),
     Case("TP 2 × PP 2, SP", 4, (*SEQUENCE, "parallel.pipeline=2")),
     Case("CP 2 × TP 2, SP", 4, (*SEQUENCE, "parallel.context=2")),
+    Case("CP 2 × TP 2, SP, centered", 4, (*SEQUENCE, "parallel.context=2"), algorithm=CENTERED),
     Case(
         "PP 2 × DP 2, VPP 2, overlap, recompute",
         4,
@@ -129,6 +136,7 @@ SAME = (
     *("policy/effective_sample_share", "policy/negative_doubled_share"),
     *("clip/fraction_positive", "clip/fraction_negative"),
     *("rollout/staleness_max", "mismatch/logprob_abs_max", "kl/reference", "kl/teacher"),
+    *("centering/removed_ratio", "centering/policy_mass_mean"),
 )
 EQUAL = (
     "clip/low",
@@ -176,7 +184,7 @@ def train_in(
 def dumps(tmp_path_factory: pytest.TempPathFactory, random_model: Path) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("dumps")
     return {
-        name: write_dumps(root / name, random_model, steps=1, episodes=True, **shape)
+        name: write_dumps(root / name, random_model, steps=1, episodes=True, top_k=8, **shape)
         for name, shape in SHAPES.items()
     }
 
@@ -210,7 +218,7 @@ def test_a_layout_trains_like_one_rank_and_exports_its_weights(
     for name in reference.keys() & {*SAME}:
         assert row[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), name
     for name in EQUAL:
-        assert row[name] == reference[name], name
+        assert row.get(name) == reference.get(name), name  # a search of bounds only with BAPO
     start = load_file(random_model / "model.safetensors")
     assert outcome.weights.keys() == expected.weights.keys() == start.keys()
     for name, weight in outcome.weights.items():
@@ -224,7 +232,7 @@ def test_a_layout_trains_like_one_rank_and_exports_its_weights(
 
 
 def test_what_layouts_agree_on_is_not_all_alike(trained: dict[str, Outcome]) -> None:
-    highs = {row["clip/high"] for outcome in trained.values() for row in outcome.rows}
+    highs = {row.get("clip/high") for outcome in trained.values() for row in outcome.rows}
     assert len(highs) > 2
     rows = [trained[f"TP 2, SP, {name}"].rows[0] for name in ("KL loss", "KL in the reward")]
     rows.append(trained["TP 2, SP, teacher"].rows[0])
