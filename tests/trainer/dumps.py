@@ -103,7 +103,7 @@ def write_dumps(
                 )
                 samples.append(_as_episode(sample) if episodes else sample)
                 if top_k:
-                    sample.columns = _likeliest(model, sample, top_k, rng)
+                    sample.columns = _likeliest(model, sample, top_k)
                 for _ in range(index % 4 if branches else 0):
                     _add_branch(sample, model, rng, noise)
             step_groups.append(Group(group_id, tuple(samples)))
@@ -152,9 +152,8 @@ def _add_branch(
     sample.branches += (branch,)
 
 
-def _likeliest(
-    model: torch.nn.Module, sample: Sample, top_k: int, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
+def _likeliest(model: torch.nn.Module, sample: Sample, top_k: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng((sample.group_id, sample.index))
     log_p = _distributions(model, sample.prompt.token_ids, sample.response_token_ids)
     moved = log_p + torch.from_numpy(rng.normal(0, 0.5, log_p.shape)).float()
     top = moved.log_softmax(-1)[torch.from_numpy(sample.loss_mask)].topk(top_k)

@@ -30,7 +30,7 @@ OVERLAP = ("megatron.overlap_grad_reduce=true", "megatron.overlap_param_gather=t
 
 
 CENTERED = (
-    *("algorithm.objective=reinforce"),
+    "algorithm.objective=reinforce",
     *("algorithm.centering.top_k=8", "ops.logits_chunk_tokens=16"),
 )
 
