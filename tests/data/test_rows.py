@@ -221,8 +221,8 @@ def test_answers_are_taken_from_their_usual_forms(parse, value, answer):
 @pytest.mark.parametrize(
     ("parse", "value", "message"),
     [
-        (parse_answer, "5\n####  ", "'5 ####'"),
-        (worked_answer, "5\n####  ", "'5 ####'"),
+        (parse_answer, "5\n####  ", "'5 ####  '"),
+        (worked_answer, "5\n####  ", "'5 ####  '"),
         (parse_answer, [["1"]], "got a list of lists"),
         (parse_answer, reduce(lambda value, _: [value], range(900), "1"), "got a list of lists"),
         (boxed_answer, r"\boxed{1} \boxed{2", "empty or never closed"),
