@@ -143,7 +143,7 @@ class Worker:
                 if not _take(ours, output):
                     break
         lines = output.decode(errors="replace").strip().splitlines()
-        if status < 0 or status > 128:  # as shells report it
+        if status < 0 or 128 < status < 128 + signal.NSIG:  # as shells report it
             raise _KilledError(f"exit status {status}, by a signal")
         if status != 0:
             raise RuntimeError(f"exit status {status}; its standard error is in {_LOG}")

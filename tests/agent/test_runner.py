@@ -136,6 +136,8 @@ async def test_an_unusable_agent_is_refused_before_anything_runs(agent: str, mes
         (f"{AGENTS}:cancels_itself", "failed: its coroutine was cancelled"),
         ("sh -c 'kill -9 $$'", "was killed: exit status -9"),
         (f"{sys.executable} -c 'print(1);exit(3)'", r"exit status 3; .*logs/collector\.log"),
+        ("sh -c 'exit 255'", "failed: RuntimeError: exit status 255"),
+        ("sh -c 'exit 134'", "was killed: exit status 134"),
         (f"{sys.executable} -c 'print(1,2)'", "the last line of output must be JSON, got '1 2'"),
     ],
 )

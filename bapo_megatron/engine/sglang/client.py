@@ -158,14 +158,16 @@ class SglangClient:
                 if not self._in_flight:
                     self._heard_s = time.monotonic()
                 self._in_flight[rid] = flight
-                await self._receive({"rid": rid, **protocol.stream_body(request)}, parser, sink)
+                body = {"rid": rid, **protocol.stream_body(request)}
+                try:
+                    await self._receive(body, parser, sink)
+                except EnoughTokensError:
+                    if not parser.is_finished:  # a closed connection ends it only after 2 s
+                        with contextlib.suppress(RolloutError):
+                            await self.call("/abort_request", {"rid": rid})
+                    raise
         except (TimeoutError, aiohttp.ClientError) as error:
             cause = error
-        except EnoughTokensError:
-            if not parser.is_finished:  # a closed connection ends it only after 2 s
-                with contextlib.suppress(RolloutError):
-                    await self.call("/abort_request", {"rid": rid})
-            raise
         finally:
             del self._in_flight[rid]
             # A pause does not retract queued requests, so this may undercount, never overcount.

@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 
 from bapo_megatron.config.rollout import ServerConfig, SpeculativeConfig
-from bapo_megatron.data.record import Completion
-from bapo_megatron.engine.base import MemoryPart, SamplingSettings
+from bapo_megatron.data.record import Completion, EnoughTokensError
+from bapo_megatron.engine.base import (
+    CompletionSink,
+    GenerateRequest,
+    MemoryPart,
+    SamplingSettings,
+)
 from bapo_megatron.engine.sglang import client as sglang_client
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
@@ -178,6 +183,33 @@ async def test_a_call_without_an_answer_finds_the_server_gone() -> None:
         for call in (_generate, SglangClient.version):
             with pytest.raises(BrokenConnectionError, match=f"^{fake.address}"):
                 await call(client)
+
+
+async def test_a_server_may_be_given_up_while_it_ends_a_request_with_enough_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sink(CompletionSink):
+        def take(self, part: Completion) -> None:
+            raise EnoughTokensError
+
+    is_asked = asyncio.Event()
+
+    async def hang(path: str, body: Any) -> None:
+        assert path == "/abort_request"
+        is_asked.set()
+        await asyncio.sleep(3600)
+
+    long = SamplingSettings(temperature=0.5, max_new_tokens=1000, seed=0)
+    request = GenerateRequest(
+        input_ids=[7, 8, 9], sampling=long, label="it", stream_tokens=1
+    )
+    async with client_of(FakeSglang(token_interval_s=0.01)) as client:
+        monkeypatch.setattr(client, "call", hang)
+        streaming = asyncio.create_task(client.stream(request, Sink()))
+        await is_asked.wait()
+        client.give_up("it hangs")
+        with pytest.raises(ServerGoneError, match="it hangs"):
+            await streaming
 
 
 async def test_a_server_that_a_killed_trainer_left_paused_goes_on_when_it_is_checked() -> None:
