@@ -23,10 +23,8 @@ _ERROR_TYPES = {
     **{413: "request_too_large", 500: "api_error"},
 }
 """By HTTP status; others are ``invalid_request_error``."""
-
 _NO_THREADS = "thread_unsupported_request"
 """The code by which the SDK's tool runner learns to send the whole conversation."""
-
 Block = dict[str, Any]
 
 
@@ -59,9 +57,8 @@ class MessagesRequest(Request):
             rule = "must not end with an assistant's, since the policy continues no prefilled turn"
             raise RefusalError(f"messages: {rule}; leave it out")
         if self.thread is not None:  # later requests would hold the new messages alone
-            raise RefusalError(
-                "thread: must be left out; send the whole conversation", code=_NO_THREADS
-            )
+            told = "thread: must be left out; send the whole conversation"
+            raise RefusalError(told, code=_NO_THREADS)
         system = self.system
         if isinstance(system, list):
             system = [b for b in system if not str(b.get("text")).startswith(_BILLING)]
@@ -99,6 +96,8 @@ def message(answer: Answer) -> dict[str, Any]:
     for call in answer.tool_calls:
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
+    num_prompt, num_turn = len(answer.call.prompt()), answer.call.num_tokens
+    usage = {"input_tokens": num_prompt, "output_tokens": num_turn}
     return {
         "id": f"msg_{answer.call.name}",
         "type": "message",
@@ -107,10 +106,7 @@ def message(answer: Answer) -> dict[str, Any]:
         "content": blocks,
         "stop_reason": "max_tokens" if is_cut else "tool_use" if answer.tool_calls else ended,
         "stop_sequence": answer.stop or None,
-        "usage": {
-            "input_tokens": len(answer.call.prompt()),
-            "output_tokens": answer.call.num_tokens,
-        },
+        "usage": usage,
     }
 
 
@@ -135,7 +131,7 @@ def message_events(answer: Answer) -> Iterator[dict[str, Any]]:
 
 def error(refusal: RefusalError) -> dict[str, Any]:
     """Return the body of an error, which begins as clients expect for long prompts."""
-    code = refusal.content["error"]["code"]
+    code = refusal.code
     text = f"prompt is too long: {refusal}" if code == "context_length_exceeded" else str(refusal)
     details = {"error_code": code, "unsupported": ["thread"]} if code == _NO_THREADS else None
     kind = _ERROR_TYPES.get(refusal.status, "invalid_request_error")

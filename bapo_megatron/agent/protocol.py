@@ -55,7 +55,6 @@ _MASKED = (
 )
 _MASKING = frozenset(("tool_choice", "response_format", "text"))
 """Fields that need a grammar."""
-_MAX_STOPS = 4
 _REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 """Some templates open it in the prompt."""
 _NEVER = {
@@ -72,14 +71,8 @@ class RefusalError(Exception):
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
         self.status, self.code = status, code
-        self.content = {
-            "error": {
-                "message": message,
-                "type": "invalid_request_error",
-                "param": None,
-                "code": code,
-            }
-        }
+        kind = "invalid_request_error"
+        self.content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +148,7 @@ class ChatRequest(Request):
     tools: list[_ChatTool] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     """As vLLM's server: ``prompt_token_ids``, and ``token_ids`` of the turn."""
@@ -319,10 +312,7 @@ class Answer:
             {
                 "id": f"call_{key[:20]}_{number}_{place}",
                 "type": "function",
-                "function": {
-                    "name": tool_call.name,
-                    "arguments": json.dumps(tool_call.arguments),
-                },
+                "function": {"name": tool_call.name, "arguments": json.dumps(tool_call.arguments)},
             }
             for place, tool_call in enumerate(calls)
             if not tool_call.error
@@ -353,7 +343,7 @@ class Answer:
         choices = [choice | self._of_tokens(asked)]
         return {**fields, "choices": choices, "usage": self._usage()}
 
-    def chat_chunks(self, asked: ChatRequest, *, has_usage: bool) -> Iterator[dict[str, Any]]:
+    def chat_chunks(self, asked: ChatRequest) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed chat completion."""
         fields = self._chat_fields("chat.completion.chunk")
         delta = {name: value for name, value in self.separated.items() if name != "tool_calls"}
@@ -363,7 +353,8 @@ class Answer:
             delta = {"tool_calls": [{"index": place, **call}]}
             yield {**fields, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
         yield {**fields, "choices": [{"index": 0, "delta": {}, "finish_reason": self._finish()}]}
-        if has_usage:
+        options = asked.sampling.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
             yield {**fields, "choices": [], "usage": self._usage()}
 
     def response(self, *, is_done: bool = True) -> dict[str, Any]:
@@ -467,15 +458,8 @@ class Answer:
         items: list[dict[str, Any]] = []
         if self.message["content"] or not self.tool_calls:
             part = {"type": "output_text", "text": self.message["content"], "annotations": []}
-            items.append(
-                {
-                    "type": "message",
-                    "id": f"msg_{self.call.name}",
-                    "role": "assistant",
-                    "status": status,
-                    "content": [part],
-                }
-            )
+            item = {"type": "message", "id": f"msg_{self.call.name}", "role": "assistant"}
+            items.append({**item, "status": status, "content": [part]})
         items += [
             {
                 "type": "function_call",

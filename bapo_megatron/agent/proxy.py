@@ -91,10 +91,9 @@ class Session:
     num_refusals: int = 0
     """Requests without a turn, but for those beyond the episode's limits."""
     responses: Responses = field(default_factory=Responses)
-    failure: asyncio.Future[None] = field(init=False)
-    """Fails with what ``sample`` raises."""
-    insistence: asyncio.Future[None] = field(init=False)
-    """Done once the agent goes on to make calls that its limit refuses."""
+    end: asyncio.Future[None] = field(init=False)
+    """Fails with what ``sample`` raises; done once the agent goes on to make calls that its limit
+    refuses."""
     _turns: dict[str, asyncio.Task[Answer]] = field(default_factory=dict)
     """The latest turn for each body, unless it was refused."""
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
@@ -109,8 +108,7 @@ class Session:
     """When the agent was first refused a call after its limit."""
 
     def __post_init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.failure, self.insistence = loop.create_future(), loop.create_future()
+        self.end = asyncio.get_running_loop().create_future()
 
     @property
     def own_s(self) -> float:
@@ -148,9 +146,8 @@ class Session:
         self.num_refusals += refusal.code != _LIMIT
         if self.ended_by is not None:
             self._refused_s = min(self._refused_s, time.monotonic())
-            is_late = time.monotonic() >= self._refused_s + _INSISTS_S
-            if is_late and not self.insistence.done():
-                self.insistence.set_result(None)
+            if time.monotonic() >= self._refused_s + _INSISTS_S and not self.end.done():
+                self.end.set_result(None)
 
     async def restart(self) -> None:
         """End every turn; the agent runs again, and the record answers what it asked before."""
@@ -163,8 +160,7 @@ class Session:
         """End every turn, and refuse further ones."""
         self._is_closed = True
         await self._end_turns()
-        self.failure.cancel()
-        self.insistence.cancel()
+        self.end.cancel()
 
     async def _end_turns(self) -> None:
         tasks = list(self._tasks)
@@ -207,8 +203,8 @@ class Session:
         try:
             await self.sample(call)
         except Exception as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
+            if not self.end.done():
+                self.end.set_exception(error)
             raise RefusalError("the run has failed", 500, "server_error") from error
 
     async def _reserve(self, call: Call, limit: int | None) -> None:
@@ -318,12 +314,30 @@ class Proxy:
         if session is not None:
             request[_SESSION] = session
         try:
-            return await _refusals_as_json(request, handler)
-        finally:
-            if session is not None and session.num_refusals and not self._has_refused:
+            return await handler(request)
+        except RefusalError as error:
+            refusal = error
+        except web.HTTPRequestEntityTooLarge:
+            rule = f"must have at most {_MAX_BODY_BYTES >> 20} MB"
+            refusal = RefusalError(
+                f"the body {rule}; shorten the messages", 413, "request_too_large"
+            )
+        except web.HTTPException as error:
+            place = f"{request.method} {shown_value(request.path)}: {error.reason}"
+            remedy = "use /v1/chat/completions, /v1/responses, /v1/messages or /v1/models"
+            refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
+        return web.json_response(self._refused(request, refusal), status=refusal.status)
+
+    def _refused(self, request: web.Request, refusal: RefusalError) -> dict[str, Any]:
+        """Note a refusal; return the body that tells it."""
+        if (session := request.get(_SESSION)) is not None:
+            session.note_refusal(refusal)
+            if session.num_refusals and not self._has_refused:
                 self._has_refused = True
                 told = "rollout.agent: a call got %s; further ones are in rollout/agent_refusals"
                 _LOG.warning(told, session.last_refusal)
+        is_messages = request.path.startswith(_MESSAGES)
+        return messages.error(refusal) if is_messages else refusal.content
 
     def _session(self, request: web.Request) -> Session:
         if _SESSION not in request:
@@ -341,27 +355,24 @@ class Proxy:
         return web.json_response(MODEL_FIELDS if "name" in request.match_info else models)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked, turn = await self._ask(request, ChatRequest)
-        if not asked.stream:
-            return web.json_response((await asyncio.shield(turn)).chat(asked))
-        options = asked.sampling.get("stream_options")
-        has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return await _stream(
-            request, turn, lambda answer: answer.chat_chunks(asked, has_usage=has_usage)
-        )
+        return await self._serve(request, ChatRequest, Answer.chat, Answer.chat_chunks)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        asked, turn = await self._ask(request, ResponsesRequest)
-        noted = partial(self._session(request).responses.noted, asked)
-        if not asked.stream:
-            return web.json_response(noted(await asyncio.shield(turn)).response())
-        return await _stream(request, turn, lambda answer: noted(answer).response_events())
+        noted = self._session(request).responses.noted
+        return await self._serve(
+            request,
+            ResponsesRequest,
+            lambda answer, asked: noted(asked, answer).response(),
+            lambda answer, asked: noted(asked, answer).response_events(),
+        )
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        asked, turn = await self._ask(request, MessagesRequest)
-        if not asked.stream:
-            return web.json_response(messages.message(await asyncio.shield(turn)))
-        return await _stream(request, turn, messages.message_events)
+        return await self._serve(
+            request,
+            MessagesRequest,
+            lambda answer, _: messages.message(answer),
+            lambda answer, _: messages.message_events(answer),
+        )
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         """Count the tokens of a conversation as if none of it were recorded: an estimate."""
@@ -372,10 +383,14 @@ class Proxy:
             raise RefusalError(f"messages: {error}") from error
         return web.json_response({"input_tokens": len(tokens)})
 
-    async def _ask[AskedT: (ChatRequest, ResponsesRequest, MessagesRequest)](
-        self, request: web.Request, kind: type[AskedT]
-    ) -> tuple[AskedT, asyncio.Task[Answer]]:
-        """Read a request; return it, and the task of its turn."""
+    async def _serve[AskedT: (ChatRequest, ResponsesRequest, MessagesRequest)](
+        self,
+        request: web.Request,
+        kind: type[AskedT],
+        body_of: Callable[[Answer, AskedT], dict[str, Any]],
+        events_of: Callable[[Answer, AskedT], Iterable[dict[str, Any]]],
+    ) -> web.StreamResponse:
+        """Answer a request with a turn, streamed or not."""
         asked = await self._read(request, kind)
         if (train := request.headers.get(_TRAIN, "true")) not in ("true", "false"):
             raise RefusalError(f"{_TRAIN}: must be true or false, got {shown_value(train)}")
@@ -383,8 +398,10 @@ class Proxy:
         content = f"{request.path} {train}".encode() + await request.read()
         digest = hashlib.blake2b(content).hexdigest()
         is_retry = request.headers.get(_RETRIES, "0") != "0"
-        session = request[_SESSION]
-        return asked, session.turn(conversation, asked.limit, digest, is_retry=is_retry)
+        turn = request[_SESSION].turn(conversation, asked.limit, digest, is_retry=is_retry)
+        if asked.stream:
+            return await self._stream(request, turn, lambda answer: events_of(answer, asked))
+        return web.json_response(body_of(await asyncio.shield(turn), asked))
 
     async def _read[AskedT: (ChatRequest, ResponsesRequest, MessagesRequest)](
         self, request: web.Request, kind: type[AskedT]
@@ -407,62 +424,37 @@ class Proxy:
             session.responses.resolve(asked)
         return asked
 
+    async def _stream(
+        self,
+        request: web.Request,
+        turn: asyncio.Task[Answer],
+        events_of: Callable[[Answer], Iterable[dict[str, Any]]],
+    ) -> web.StreamResponse:
+        """Send a turn as server-sent events, once it is complete; comments until then."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
 
-async def _stream(
-    request: web.Request,
-    turn: asyncio.Task[Answer],
-    events_of: Callable[[Answer], Iterable[dict[str, Any]]],
-) -> web.StreamResponse:
-    """Send a turn as server-sent events, once it is complete; comments until then."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-
-    async def send(content: bytes) -> None:
-        if not response.prepared:
-            await response.prepare(request)
-        async with asyncio.timeout(_SEND_S):
-            await response.write(content)
-
-    try:
-        while not (await asyncio.wait([turn], timeout=_PAUSE_S))[0]:
-            await send(b": the turn is being sampled\n\n")
-        try:
-            events = list(events_of(turn.result()))
-        except RefusalError as error:
+        async def send(content: bytes) -> None:
             if not response.prepared:
-                raise
-            request[_SESSION].note_refusal(error)
-            events = [_error(request, error)]
-        for event in events:
-            kind = f"event: {event['type']}\n" if "type" in event else ""
-            await send(f"{kind}data: {json.dumps(event)}\n\n".encode())
-        if request.path != _MESSAGES:
-            await send(b"data: [DONE]\n\n")
-        await response.write_eof()
-    except (ConnectionError, TimeoutError):  # nobody reads it; the call stays recorded
-        if request.transport is not None:
-            request.transport.abort()
-    return response
+                await response.prepare(request)
+            async with asyncio.timeout(_SEND_S):
+                await response.write(content)
 
-
-async def _refusals_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RefusalError as error:
-        refusal = error
-    except web.HTTPRequestEntityTooLarge:
-        limit = f"must have at most {_MAX_BODY_BYTES >> 20} MB"
-        refusal = RefusalError(f"the body {limit}; shorten the messages", 413, "request_too_large")
-    except web.HTTPException as error:
-        place = f"{request.method} {shown_value(request.path)}: {error.reason}"
-        remedy = "use /v1/chat/completions, /v1/responses, /v1/messages or /v1/models"
-        refusal = RefusalError(f"{place}; {remedy}", error.status, "not_found")
-    if _SESSION in request:
-        request[_SESSION].note_refusal(refusal)
-    return web.json_response(_error(request, refusal), status=refusal.status)
-
-
-def _error(request: web.Request, refusal: RefusalError) -> dict[str, Any]:
-    is_messages = request.path.startswith(_MESSAGES)
-    return messages.error(refusal) if is_messages else refusal.content
+        try:
+            while not (await asyncio.wait([turn], timeout=_PAUSE_S))[0]:
+                await send(b": the turn is being sampled\n\n")
+            try:
+                events = list(events_of(turn.result()))
+            except RefusalError as error:
+                if not response.prepared:
+                    raise
+                events = [self._refused(request, error)]
+            for event in events:
+                kind = f"event: {event['type']}\n" if "type" in event else ""
+                await send(f"{kind}data: {json.dumps(event)}\n\n".encode())
+            if request.path != _MESSAGES:
+                await send(b"data: [DONE]\n\n")
+            await response.write_eof()
+        except (ConnectionError, TimeoutError):  # nobody reads it; the call stays recorded
+            if request.transport is not None:
+                request.transport.abort()
+        return response

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import logging
@@ -57,10 +56,6 @@ def _without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(names, hosts)
 
 
-_AS_YOU = (
-    "programs of the policy that it starts could read your files and change this run, unless it "
-    "runs them in a sandbox (docs/security.md)"
-)
 OnWait = Callable[[bool], None]
 """Learns at once that an agent must wait for others (True), and that it starts (False)."""
 
@@ -208,7 +203,12 @@ class AgentRunner:
                 f"no such program '{command[0]}', and not package.module:function; correct it"
             )
         if config.agent_sandbox is None:
-            _warn_once(f"{self._label} runs as you (agent_sandbox=null): {_AS_YOU}")
+            _LOG.warning(
+                "%s runs as you (agent_sandbox=null): programs of the policy that it starts could "
+                "read your files and change this run, unless it runs them in a sandbox "
+                "(docs/security.md)",
+                self._label,
+            )
         if self._is_private:
             await self._close(await self._start())
         else:
@@ -390,8 +390,3 @@ class AgentRunner:
     def _lost(self, text: str) -> AgentLostError:
         remedy = "see whether a program that it ran, or a lack of memory, ended it"
         return AgentLostError(f"{self._label} {text}; {remedy}", "lost")
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    _LOG.warning(text)

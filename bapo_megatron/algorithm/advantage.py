@@ -11,18 +11,14 @@ Every rank calls it for all groups of a batch, so it must give the same values e
 Shape legend: P = prompts (groups), G = responses per prompt, C = calls of a group that train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from bapo_megatron.algorithm.advantages import NAMED
 from bapo_megatron.algorithm.user_code import UserCode, kind_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bapo_megatron.types import Group
+from bapo_megatron.types import Group
 
 
 class Advantages:
@@ -55,8 +51,6 @@ class Advantages:
             UserCodeError: The user's function raised, or its results are not [G] or [C], or not
                 finite.
         """
-        import torch
-
         if reward_PG is None:
             rewards = [[sample.reward for sample in group.samples] for group in groups]
             reward_PG = torch.tensor(rewards, dtype=torch.float64)
@@ -78,8 +72,6 @@ def _num_calls(group: Group) -> int:
 
 
 def _call(code: UserCode, reward_G: Tensor, group: Group) -> Tensor:
-    import torch
-
     with code.guard():
         advantages: Tensor = code.object(reward_G.clone(), group.samples)
     size, is_vector = len(reward_G), isinstance(advantages, torch.Tensor) and advantages.dim() == 1

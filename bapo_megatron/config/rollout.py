@@ -34,9 +34,9 @@ TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormat)
 SINGLE_TURN = "single_turn"
 """The environment that ends every episode after its first turn."""
 PYTHON_TOOL = "python_tool"
+"""The environment in which the policy runs Python."""
 TURN_FRACTION = 0.8
 """Of ``episodes.step_timeout_s``, for cells; the rest is for starting and ending interpreters."""
-"""The environment in which the policy runs Python."""
 _PYTHON_SCHEMA = {
     "type": "function",
     "function": {
@@ -442,8 +442,7 @@ class RolloutConfig(Section):
     @property
     def agent_has_answer(self) -> bool:
         """Whether an agent's task has ``answer``."""
-        gets_it = self.agent_gets_answer
-        return not self.agent_command if gets_it is None else gets_it
+        return not self.agent_command if self.agent_gets_answer is None else self.agent_gets_answer
 
     @model_validator(mode="after")
     def _tools_have_a_format_and_an_owner(self) -> Self:

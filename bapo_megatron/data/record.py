@@ -121,14 +121,10 @@ def _canonical(message: Message, *, spaced: bool) -> str:
     if message["role"] == "assistant":
         content = _without_reasoning(content).strip()
         content = content if spaced else "".join(content.split())
-    functions = [(call.get("id"), call["function"]) for call in message.get("tool_calls", ())]
-    calls = [
-        (call_id, function["name"], _DOUBLES.decode(json.dumps(function["arguments"])))
-        for call_id, function in functions
-    ]
-    return json.dumps(
-        [message["role"], content, calls, message.get("tool_call_id")], sort_keys=True
-    )
+    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls", ())]
+    calls = _DOUBLES.decode(json.dumps(calls))
+    fields = [message["role"], content, calls, message.get("tool_call_id")]
+    return json.dumps(fields, sort_keys=True)
 
 
 def _without_reasoning(content: str) -> str:

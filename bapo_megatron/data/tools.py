@@ -273,7 +273,7 @@ def _xml_call(
 def _types(schema: Any) -> set[str]:
     """The types that a JSON schema names; none if it names none."""
     schema = schema if isinstance(schema, dict) else {}
-    named = schema.get("type", [])
+    named = schema.get("type") or ()
     types = {named} if isinstance(named, str) else {*named}
     return types.union(*map(_types, schema.get("anyOf") or schema.get("oneOf") or ()))
 
@@ -290,9 +290,8 @@ def _typed(text: str, types: set[str]) -> Any:
 
 def _call(name: str, arguments: Any, schemas: Schemas) -> ToolCall:
     if name not in schemas:
-        return ToolCall(
-            name, error=f"there is no tool {shown_value(name)}, only {', '.join(schemas)}"
-        )
+        known = ", ".join(schemas)
+        return ToolCall(name, error=f"there is no tool {shown_value(name)}, only {known}")
     if isinstance(arguments, str):
         try:
             arguments = parse_json(arguments)

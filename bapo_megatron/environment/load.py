@@ -15,10 +15,8 @@ def load_environment(config: RolloutConfig) -> Environment:
     """Set up what ``rollout.environment`` names; nothing is imported or started before ``open``."""
     if config.environment == SINGLE_TURN:
         return SingleTurn()
-    options = {
-        "options": config.python_tool.model_dump(mode="json"),
-        "turn_timeout_s": TURN_FRACTION * config.episodes.step_timeout_s,
-    }
+    tool, turn_s = config.python_tool, TURN_FRACTION * config.episodes.step_timeout_s
+    options = {"options": tool.model_dump(mode="json"), "turn_timeout_s": turn_s}
     return WorkerEnvironment(config.environment, config.episodes, options)
 
 

@@ -36,12 +36,8 @@ class Agents:
         is_serial: bool,
     ) -> Session:
         """Return the session of an episode that is sampled by these settings."""
-        rules = SamplingRules(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            overrides=self.config.agent_sampling == "override",
-        )
+        overrides = self.config.agent_sampling == "override"
+        rules = SamplingRules(sampling.temperature, sampling.top_p, sampling.top_k, overrides)
         max_calls = self.config.agent_limits.max_calls
         limits = SessionLimits(max_calls, sampling.max_new_tokens, self.max_prompt_tokens)
         return Session(record, self.renderer, rules, limits, sample, is_serial=is_serial)
@@ -61,9 +57,9 @@ class Agents:
             playing = asyncio.create_task(self._run(session, task, key, on_wait))
             timing = asyncio.create_task(self._time_out(session))
             try:
-                ends = [playing, timing, session.failure, session.insistence]
+                ends = [session.end, playing, timing]
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                value = next(end for end in (*ends[2:], *ends[:2]) if end.done()).result()
+                value = next(end for end in ends if end.done()).result()
                 finished = [call for call in session.record.calls if call.is_finished]
                 calls = [call for call in finished if call.is_trained and call.num_tokens]
                 if not calls:

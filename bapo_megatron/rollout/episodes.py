@@ -85,11 +85,10 @@ class Interaction:
 
         A program of the policy may kill its agent or hold it up: by itself that ends no run.
         """
-        is_alone = self.agents is not None and error.kind in ("lost", "timeout")
-        self._num_failed_in_row += is_alone
-        if self.config.on_error == "raise" and not (
-            is_alone and self._num_failed_in_row < _MAX_FAILED_IN_ROW
-        ):
+        may_go_on = self.agents is not None and error.kind in ("lost", "timeout")
+        self._num_failed_in_row += may_go_on
+        may_go_on &= self._num_failed_in_row < _MAX_FAILED_IN_ROW
+        if self.config.on_error == "raise" and not may_go_on:
             raise error
         if not self.errors[error.kind]:
             _LOG.warning("%s; the episode ends and is counted, as later ones will be", error)
@@ -104,10 +103,8 @@ class Interaction:
         episode.state, record = state, episode.record
         episode.finish(reason)
         num_forks = sum(call.is_fork for call in record.calls)
-        counts = (
-            *(len(record.calls), num_forks, record.num_divergences),
-            *(num_refusals, sum(not call.is_trained for call in record.calls)),
-        )
+        num_untrained = sum(not call.is_trained for call in record.calls)
+        counts = len(record.calls), num_forks, record.num_divergences, num_refusals, num_untrained
         for name, count in zip(AGENT_COUNTS, counts, strict=True):
             self.counts[name] += float(count)  # type: ignore[assignment]  # as after a resume
 
@@ -407,6 +404,9 @@ class Episodes:
         else:
             before, affinity = episode.num_tokens - call.num_tokens, group_id
         prompt, stop_at = call.prompt().tolist(), 0
+        text_of = functools.partial(
+            self.interaction.renderer.decode, skips_special=True
+        )  # as agents see it
 
         def plan() -> GenerateRequest | None:
             nonlocal stop_at
@@ -431,7 +431,7 @@ class Episodes:
                 # Of the round, unless it is that of the call.
                 part = replace(part, finish_reason=FinishReason.ABORT)
             has_more = part.finish_reason is FinishReason.ABORT
-            part = call.until_stop(part, self._text)
+            part = call.until_stop(part, text_of)
             call.append(part)
             self.generated_tokens += len(part.token_ids)
             if has_more and part.finish_reason is FinishReason.STOP_STRING:
@@ -439,7 +439,3 @@ class Episodes:
 
         was_sent = await self.pool.generate(plan, take, affinity)
         self.resumed_samples += is_resumed and was_sent
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled tokens, as agents see it."""
-        return self.interaction.renderer.decode(token_ids, skips_special=True)

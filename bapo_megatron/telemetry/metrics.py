@@ -116,9 +116,7 @@ def _episode_metrics(batch: RolloutBatch) -> dict[str, float]:
     written = [sample.episode_tokens - sample.episode_sampled for sample in samples]
     at_limit = sum(sample.finish_reason is FinishReason.TURNS for sample in samples)
     counts = batch.stats.environment_counts
-    calls, forks, divergences, refusals, untrained = (
-        counts.get(name, 0.0) for name in AGENT_COUNTS
-    )
+    calls, forks, divergences, refusals, untrained = (counts.get(n, 0.0) for n in AGENT_COUNTS)
     agents = {
         "rollout/agent_forks_share": forks / max(calls, 1),
         "rollout/agent_divergences": divergences,

@@ -308,7 +308,7 @@ async def test_other_statuses_have_their_types(renderer: ChatRenderer) -> None:
             (401, "authentication_error"),
         ]
         with pytest.raises(RuntimeError, match="no engine"):
-            session.failure.result()
+            session.end.result()
 
 
 async def test_what_clients_always_send_is_taken_and_more_is_overridden(
@@ -396,4 +396,4 @@ async def test_a_stream_that_fails_after_a_comment_ends_with_an_error(
             'event: error\ndata: {"type": "error", "error": {"type": "api_error", '
             '"message": "the run has failed", "details": null}}'
         )
-        assert session.failure.exception() is not None
+        assert session.end.exception() is not None

@@ -8,12 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-STD_EPSILON = 1e-6
-"""Added to the standard deviation of ``grpo``."""
-
-VARIANCE_EPSILON = 1e-8
-"""Added to the variance of ``reinforce_pp`` and ``reinforce_pp_baseline``."""
-
 
 def _centred(reward_PG: Tensor, weight_PG: Tensor) -> Tensor:
     """R − weighted mean of the group; exactly 0 where all rewards of the group are equal."""
@@ -32,7 +26,7 @@ def _grpo(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
     """(R − mean) / (std + 1e-6) of the group, with the unbiased standard deviation."""
     centred_PG, others = _grpo_no_std(reward_PG, length_PG), reward_PG.shape[1] - 1
     variance_P1 = centred_PG.square().sum(dim=1, keepdim=True) / others
-    return centred_PG / (variance_P1.sqrt() + STD_EPSILON)
+    return centred_PG / (variance_P1.sqrt() + 1e-6)
 
 
 def _rloo(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
@@ -57,7 +51,7 @@ def _reinforce_pp(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
     mean = math.fsum((reward_PG * length_PG).flatten().tolist()) / num_tokens
     square_PG = (reward_PG - mean).square() * length_PG
     variance = math.fsum(square_PG.flatten().tolist()) / (num_tokens - 1)
-    return (reward_PG - mean) / math.sqrt(variance + VARIANCE_EPSILON)
+    return (reward_PG - mean) / math.sqrt(variance + 1e-8)
 
 
 def _reinforce_pp_baseline(reward_PG: Tensor, length_PG: Tensor) -> Tensor:

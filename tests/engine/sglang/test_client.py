@@ -200,9 +200,7 @@ async def test_a_server_may_be_given_up_while_it_ends_a_request_with_enough_toke
         await asyncio.sleep(3600)
 
     long = SamplingSettings(temperature=0.5, max_new_tokens=1000, seed=0)
-    request = GenerateRequest(
-        input_ids=[7, 8, 9], sampling=long, label="it", stream_tokens=1
-    )
+    request = GenerateRequest(input_ids=[7, 8, 9], sampling=long, label="it", stream_tokens=1)
     async with client_of(FakeSglang(token_interval_s=0.01)) as client:
         monkeypatch.setattr(client, "call", hang)
         streaming = asyncio.create_task(client.stream(request, Sink()))
