@@ -48,12 +48,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Values besides null that leave the distribution as it is."""
 _WHOLE = "send the whole conversation"
-_MASKED = (
+_NO_GRAMMAR = (
     "a grammar would sample from renormalised probabilities, which the trainer cannot compute, so "
     "importance ratios would be wrong; leave it out, or set rollout.agent_sampling=override to "
     "ignore it"
 )
-_MASKING = frozenset(("tool_choice", "response_format", "text"))
+_GRAMMAR_FIELDS = frozenset(("tool_choice", "response_format", "text"))
 """Fields that need a grammar."""
 _REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 """Some templates open it in the prompt."""
@@ -98,7 +98,7 @@ class SamplingRules:
                 continue
             rule = f"must be {shown_value(accepted[0])}" if accepted else "must be left out"
             override = "leave it out, or set rollout.agent_sampling=override to ignore such values"
-            remedy = _MASKED if name in _MASKING else _NEVER.get(name, override)
+            remedy = _NO_GRAMMAR if name in _GRAMMAR_FIELDS else _NEVER.get(name, override)
             raise RefusalError(f"{name}: {rule}, got {shown_value(value)}; {remedy}")
 
 
@@ -340,14 +340,14 @@ class Answer:
             message["content"] = None
         choice = {"index": 0, "message": message, "finish_reason": self._finish()}
         fields = self._chat_fields("chat.completion") | self._prompt_ids(asked)
-        choices = [choice | self._of_tokens(asked)]
+        choices = [choice | self._token_fields(asked)]
         return {**fields, "choices": choices, "usage": self._usage()}
 
     def chat_chunks(self, asked: ChatRequest) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a streamed chat completion."""
         fields = self._chat_fields("chat.completion.chunk")
         delta = {name: value for name, value in self.separated.items() if name != "tool_calls"}
-        choice = {"index": 0, "delta": delta, "finish_reason": None, **self._of_tokens(asked)}
+        choice = {"index": 0, "delta": delta, "finish_reason": None, **self._token_fields(asked)}
         yield {**fields, **self._prompt_ids(asked), "choices": [choice]}
         for place, call in enumerate(self.tool_calls):
             delta = {"tool_calls": [{"index": place, **call}]}
@@ -422,8 +422,8 @@ class Answer:
     def _prompt_ids(self, asked: ChatRequest) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.prompt().tolist()} if asked.return_token_ids else {}
 
-    def _of_tokens(self, asked: ChatRequest) -> dict[str, Any]:
-        """What a choice says of the sampled tokens, all of those that train."""
+    def _token_fields(self, asked: ChatRequest) -> dict[str, Any]:
+        """Return a choice's fields about its sampled tokens, which are those that train."""
         turn = self.call.turn
         token_ids = turn.token_ids.tolist()
         fields: dict[str, Any] = {"token_ids": token_ids} if asked.return_token_ids else {}
@@ -432,7 +432,7 @@ class Answer:
         rows = []
         for token_id, logprob in zip(token_ids, turn.logprobs.tolist(), strict=True):
             text = self.renderer.decode([token_id])
-            # Of a part of a character they are not known.
+            # Part of a character has no bytes that are known.
             utf8 = None if "\ufffd" in text else list(text.encode())
             rows.append({"token": text, "bytes": utf8, "logprob": logprob, "top_logprobs": []})
         return {"logprobs": {"content": rows, "refusal": None}, **fields}

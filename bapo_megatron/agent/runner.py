@@ -164,7 +164,7 @@ class AgentRunner:
         if config.agent_command or self._is_private:
             self._num_free = limits.commands
         self._places = asyncio.Semaphore(limits.commands)
-        """Of workers that have one episode."""
+        """Limits the workers that have one episode each."""
         self._queue: deque[tuple[asyncio.Future[None], OnWait]] = deque()
         self._num_workers = 1 if config.agent_command else limits.workers
         self._hosts: set[_Host] = set()

@@ -36,7 +36,7 @@ SINGLE_TURN = "single_turn"
 PYTHON_TOOL = "python_tool"
 """The environment in which the policy runs Python."""
 TURN_FRACTION = 0.8
-"""Of ``episodes.step_timeout_s``, for cells; the rest is for starting and ending interpreters."""
+"""Fraction of ``episodes.step_timeout_s`` for cells; interpreters start and end in the rest."""
 _PYTHON_SCHEMA = {
     "type": "function",
     "function": {

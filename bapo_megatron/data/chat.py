@@ -234,7 +234,7 @@ class ChatRenderer:
     def content(self, token_ids: Sequence[int], *, has_calls: bool) -> str:
         """Return what a turn says besides its calls; without calls, all of its text.
 
-        Of harmony (gpt-oss) these are the messages to the user, analysis as ``<think>…</think>``.
+        Harmony (gpt-oss) has messages to the user, and analysis, here as ``<think>…</think>``.
         """
         if not (has_calls or self._is_harmony):
             return self.decode(token_ids, skips_special=True)
