@@ -65,7 +65,12 @@ class Problem:
             )
 
     def token_loss(
-        self, logprob_T: Tensor, _entropy_T: Tensor, part: slice, kl_T: Tensor | None = None
+        self,
+        logprob_T: Tensor,
+        _entropy_T: Tensor,
+        part: slice,
+        kl_T: Tensor | None = None,
+        _head_TK: Tensor | None = None,
     ) -> LossGradient:
         """The loss as a ``TokenLoss``."""
         assert kl_T is not None
