@@ -1,5 +1,6 @@
-# requires:
+#!/usr/bin/env bash
 # curl and jq, chat completions.
+# usage: rollout.agent="bash examples/agents/clients/curl.sh" (the task is on standard input)
 set -euo pipefail
 tool='{type: "function", function: {name: "add", parameters:
   {type: "object", properties: {a: {type: "number"}, b: {type: "number"}}}}}'
