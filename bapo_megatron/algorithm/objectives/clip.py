@@ -30,15 +30,23 @@ def clipped_loss(
     """Return the loss above, [T]; ``bounds`` is (c_low, c_high), [] or [T] each."""
     import torch
 
-    low, high = bounds
-    is_negative_T = advantage_T < 0
-    dual = math.inf if dual_clip is None else dual_clip
-    floor_T = torch.where(is_negative_T, low, 0.0)
-    ceiling_T = torch.where(is_negative_T, dual, high)
+    floor_T, ceiling_T = _limits(advantage_T, bounds, dual_clip)
     # Not clamp alone: since torch 2.14 its derivative at a limit is a half.
     is_inside_T = (ratio_T >= floor_T) & (ratio_T <= ceiling_T)
     limited_T = torch.where(is_inside_T, ratio_T, ratio_T.detach().clamp(floor_T, ceiling_T))
     return -advantage_T * limited_T
+
+
+def _limits(
+    advantage_T: Tensor, bounds: tuple[Tensor, Tensor], dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the limits of r, by the sign of A."""
+    import torch
+
+    low, high = bounds
+    is_negative_T = advantage_T < 0
+    dual = math.inf if dual_clip is None else dual_clip
+    return torch.where(is_negative_T, low, 0.0), torch.where(is_negative_T, dual, high)
 
 
 def clipped_tokens(
@@ -78,13 +86,8 @@ class Clip(Objective):
 
     def weights(self, tokens: TokenBatch, ratio_TK: Tensor) -> Tensor:
         """Return r where ``clipped_loss`` would not clip it, else 0, [T, K]."""
-        import torch
-
         low, high = (bound.to(ratio_TK.dtype) for bound in self.bounds(tokens))
-        is_negative_T1 = (tokens.advantage < 0)[:, None]
-        floor_T1 = torch.where(is_negative_T1, low, 0.0)
-        dual = math.inf if self.dual_clip is None else self.dual_clip
-        ceiling_T1 = torch.where(is_negative_T1, dual, high)
+        floor_T1, ceiling_T1 = _limits(tokens.advantage[:, None], (low, high), self.dual_clip)
         return ratio_TK * ((ratio_TK >= floor_T1) & (ratio_TK <= ceiling_T1))
 
     def report(self, tokens: TokenBatch) -> Mapping[str, Tensor]:

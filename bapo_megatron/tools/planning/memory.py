@@ -378,9 +378,9 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     buffer_tokens = waiting * rollout.samples_per_group * case.assumptions.response_tokens
     distillation = config.algorithm.distillation
     num_values = config.algorithm.kl.is_used + distillation.is_used
-    if distillation.is_used and distillation.loss == "top_k":
-        num_values += 2 * distillation.top_k  # ids and log-probs
-    num_likeliest = 2 * config.algorithm.centering.top_k
+    if distillation.is_used:
+        num_values += 2 * distillation.num_top  # ids and log-probs
+    num_likeliest = 2 * config.algorithm.centering.num_top
     token_bytes = DUMP_TOKEN_BYTES + FLOAT32_BYTES * (num_values + num_likeliest)
     route_bytes = 0
     buffer_bytes = (BUFFER_TOKEN_BYTES + FLOAT32_BYTES * num_likeliest) * buffer_tokens
