@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -121,3 +122,15 @@ def _curves_in_float32(table: pa.Table) -> pa.Table:
         field.with_type(curve) if pa.types.is_list(field.type) else field for field in table.schema
     ]
     return table.cast(pa.schema(fields))
+
+
+def best_rates(rows: Iterable[dict[str, Any]], *keys: str) -> dict[tuple[Any, ...], float]:
+    """The learning rate with the highest final expected reward, by the values of ``keys``."""
+    final: dict[tuple[Any, ...], dict[float, list[float]]] = {}
+    for row in rows:
+        by_rate = final.setdefault(tuple(row[key] for key in keys), {})
+        by_rate.setdefault(row["learning_rate"], []).append(row["expected_reward"][-1])
+    return {
+        key: max(by_rate, key=lambda rate: float(np.mean(by_rate[rate])))
+        for key, by_rate in final.items()
+    }

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.study.shards import Shard, read_shards, run_shards, write_manifest
+from examples.study.shards import Shard, best_rates, read_shards, run_shards, write_manifest
 from examples.study.tier_a_run import ARMS, History, Setting, train
 
 PRIMARY_LAGS = (2, 4, 8)
@@ -138,18 +138,6 @@ def row_of(run: History) -> dict[str, Any]:
     } | run.means()
 
 
-def best_rates(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
-    """The learning rate with the highest final expected reward, by arm and lag."""
-    final: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for row in rows:
-        by_rate = final.setdefault((row["arm"], row["lag"]), {})
-        by_rate.setdefault(row["learning_rate"], []).append(row["expected_reward"][-1])
-    return {
-        key: max(by_rate, key=lambda rate: float(np.mean(by_rate[rate])))
-        for key, by_rate in final.items()
-    }
-
-
 def run_plan(plan: Plan, out: Path, jobs: int) -> None:
     """Compute what is missing."""
 
@@ -159,7 +147,7 @@ def run_plan(plan: Plan, out: Path, jobs: int) -> None:
         return out / name
 
     tuning = run(plan.tuning(), "tuning", plan.tuning_tasks, plan.tuning_seeds)
-    best = best_rates(read_shards(tuning))
+    best = best_rates(read_shards(tuning), "arm", "lag")
     report = run(plan.report(best), "report", plan.tasks, plan.seeds)
     rates = {f"{arm}_lag{lag}": rate for (arm, lag), rate in best.items()}
     files = [path for part in (tuning, report) for path in part.glob("*.parquet")]

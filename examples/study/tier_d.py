@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 
-from examples.study.shards import Shard, path_of, run_shards, write_manifest
+from examples.study.shards import Shard, best_rates, path_of, run_shards, write_manifest
 from examples.study.tier_d_run import ARMS, Setting, train
 
 Condition = tuple[int, int]
@@ -68,18 +67,6 @@ def compute(
     ]
 
 
-def best_rates(rows: list[dict[str, Any]]) -> dict[Condition, float]:
-    """The learning rate with the highest final expected reward, by condition."""
-    final: dict[Condition, dict[float, list[float]]] = {}
-    for row in rows:
-        by_rate = final.setdefault((row["bits"], row["lag"]), {})
-        by_rate.setdefault(row["learning_rate"], []).append(row["expected_reward"][-1])
-    return {
-        condition: max(by_rate, key=lambda rate: float(np.mean(by_rate[rate])))
-        for condition, by_rate in final.items()
-    }
-
-
 def run_plan(plan: Plan, out: Path, jobs: int) -> None:
     """Compute what is missing: a shard per arm, for tuning and then for the report."""
     tuning = {
@@ -97,7 +84,7 @@ def run_plan(plan: Plan, out: Path, jobs: int) -> None:
         jobs,
     )
     best = {
-        arm: best_rates(pq.read_table(path_of(out / "tuning", arm)).to_pylist())
+        arm: best_rates(pq.read_table(path_of(out / "tuning", arm)).to_pylist(), "bits", "lag")
         for arm in plan.arms
     }
     report = {
