@@ -122,7 +122,7 @@ def _canonical(message: Message, *, spaced: bool) -> str:
         content = _without_reasoning(content).strip()
         content = content if spaced else "".join(content.split())
     calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls", ())]
-    calls = _DOUBLES.decode(json.dumps(calls))
+    calls = _DOUBLES.decode(json.dumps(calls)) if calls else calls
     fields = [message["role"], content, calls, message.get("tool_call_id")]
     return json.dumps(fields, sort_keys=True)
 
