@@ -125,6 +125,11 @@ def speaks_and_runs(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     return {**speaks(task, base_url, api_key), **runs(task, base_url, api_key)}
 
 
+def value(state: Any) -> float:
+    """Reward what an agent says that its episode is worth."""
+    return float(state["reward"]) if state else 0.0
+
+
 def looks_around(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Speaks, and tells what else it can reach and see."""
     try:
