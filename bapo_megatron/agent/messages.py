@@ -47,8 +47,8 @@ class MessagesRequest(Request):
     system: str | list[Block] | None = None
     tools: list[_Tool] | None = None
     limit: int | None = Field(None, ge=1, alias="max_tokens")
-    """Tokens of the turn."""
-    stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Maximum number of tokens of the turn."""
+    stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] | None = None
     thread: Any = None
 
     def conversation(self) -> Conversation:
@@ -66,7 +66,7 @@ class MessagesRequest(Request):
         for message in self.messages:
             messages += _messages(message.role, message.content)
         tools = schemas(self.tools or ())
-        return Conversation(checked(messages), tools, stop=self.stop_sequences)
+        return Conversation(checked(messages), tools, stop=self.stop_sequences or ())
 
 
 def _messages(role: str, content: str | list[Block]) -> list[dict[str, Any]]:
@@ -96,8 +96,7 @@ def message(answer: Answer) -> dict[str, Any]:
     for call in answer.tool_calls:
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
-    num_prompt, num_turn = len(answer.call.prompt()), answer.call.num_tokens
-    usage = {"input_tokens": num_prompt, "output_tokens": num_turn}
+    usage = {"input_tokens": len(answer.call.prompt()), "output_tokens": answer.call.num_tokens}
     return {
         "id": f"msg_{answer.call.name}",
         "type": "message",

@@ -7,7 +7,6 @@ decide: values that change nothing are taken, others are refused, or ignored if 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
@@ -55,12 +54,10 @@ _NO_GRAMMAR = (
 )
 _GRAMMAR_FIELDS = frozenset(("tool_choice", "response_format", "text"))
 """Fields that need a grammar."""
-_REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
-"""Some templates open it in the prompt."""
 _NEVER = {
     **dict.fromkeys(("conversation", "prompt"), _WHOLE),
     "n": "every call is one turn of the policy, so make several calls",
-    "top_logprobs": "engines return log-probs of sampled tokens only: logprobs=true",
+    "top_logprobs": "answers have log-probs of sampled tokens only; leave it out",
 }
 """Fields that are refused even with ``override``, and what to do instead."""
 
@@ -322,11 +319,11 @@ class Answer:
     @property
     def separated(self) -> Message:
         """The message with its reasoning where ``rollout.agent_reasoning`` says."""
-        content = self.message["content"]
-        if not self.renderer.separates_reasoning or not (block := _REASONING.match(content)):
+        reasoning, end, rest = self.message["content"].partition("</think>")
+        if not (end and self.renderer.separates_reasoning):
             return self.message
-        rest = content[block.end() :]
-        return {**self.message, "reasoning_content": block[1].strip(), "content": rest}
+        reasoning = reasoning.lstrip().removeprefix("<think>").strip()  # a template may open it
+        return {**self.message, "reasoning_content": reasoning, "content": rest.lstrip()}
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:

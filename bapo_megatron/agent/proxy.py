@@ -74,7 +74,7 @@ class SessionLimits:
 
 @dataclass(eq=False)
 class Session:
-    """One episode behind the proxy, in one life of its agent."""
+    """One episode behind the proxy."""
 
     record: Record
     renderer: ChatRenderer
@@ -153,7 +153,9 @@ class Session:
         """End every turn; the agent runs again, and the record answers what it asked before."""
         await self._end_turns()
         self._turns.clear()
-        self.last_refusal, self.num_refusals, self._refused_s = "", 0, math.inf
+        self._own_s, self._since_s = self.own_s, math.inf  # it may wait for a worker of its own
+        self.ended_by, self._refused_s = None, math.inf
+        self.last_refusal, self.num_refusals = "", 0
         self.record.restart()
 
     async def close(self) -> None:

@@ -146,6 +146,39 @@ class _Host:
             self._write(json.dumps(message).encode() + b"\n")
 
 
+class _Places:
+    """Places for so many agents at a time; further ones wait in order."""
+
+    def __init__(self, num_free: int) -> None:
+        self._num_free = num_free
+        self._queue: deque[tuple[asyncio.Future[None], OnWait]] = deque()
+
+    async def enter(self, on_wait: OnWait) -> None:
+        if self._num_free and not self._queue:
+            self._num_free -= 1
+            on_wait(False)
+            return
+        on_wait(True)
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append((turn, on_wait))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Let the next agent in at once, so that no one sees it wait for nothing."""
+        while self._queue:
+            turn, on_wait = self._queue.popleft()
+            if not turn.done():
+                on_wait(False)
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+
 class AgentRunner:
     """Runs agents, as many at a time as ``agent_limits`` allows."""
 
@@ -160,12 +193,10 @@ class AgentRunner:
             config.agent_command and config.agent_sandbox
         )
         """Whether each episode has a worker of its own."""
-        self._num_free = limits.episodes * limits.workers
-        if config.agent_command or self._is_private:
-            self._num_free = limits.commands
-        self._places = asyncio.Semaphore(limits.commands)
-        """Limits the workers that have one episode each."""
-        self._queue: deque[tuple[asyncio.Future[None], OnWait]] = deque()
+        self._private_places = self._shared_places = _Places(limits.commands)
+        """For episodes with a worker of their own, and for the others; the same for commands."""
+        if not config.agent_command:
+            self._shared_places = _Places(limits.episodes * limits.workers)
         self._num_workers = 1 if config.agent_command else limits.workers
         self._hosts: set[_Host] = set()
         """Workers that were not closed."""
@@ -226,13 +257,15 @@ class AgentRunner:
             AgentLostError: It was killed, or its worker ended, perhaps for another's reason.
         """
         place = f"prompt '{task['prompt_id']}'"
-        await self._enter(on_wait)
+        is_private = is_alone or self._is_private
+        places = self._private_places if is_private else self._shared_places
+        await places.enter(on_wait)
         try:
-            reply = await self._play(task, key, is_private=is_alone or self._is_private)
+            reply = await self._play(task, key, is_private=is_private)
         except _GoneError as error:
             raise self._lost(f"ended its process ({place})") from error
         finally:
-            self._leave()
+            places.leave()
         if "is_killed" in reply:
             raise self._lost(f"was killed: {reply['error']} ({place})")
         if "error" in reply:
@@ -252,40 +285,14 @@ class AgentRunner:
             self._sandbox.close()
         await asyncio.to_thread(kill_marked, _MARK, self._mark)
 
-    async def _enter(self, on_wait: OnWait) -> None:
-        if self._num_free and not self._queue:
-            self._num_free -= 1
-            on_wait(False)
-            return
-        on_wait(True)
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append((turn, on_wait))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._leave()
-            raise
-
-    def _leave(self) -> None:
-        """Let the next agent in at once, so that no one sees it wait for nothing."""
-        while self._queue:
-            turn, on_wait = self._queue.popleft()
-            if not turn.done():
-                on_wait(False)
-                turn.set_result(None)
-                return
-        self._num_free += 1
-
     async def _play(self, task: Mapping[str, Any], key: str, *, is_private: bool) -> dict[str, Any]:
         if not is_private:
             return await (await self._host()).play(task, key)
-        async with self._places:
-            host = await self._start()
-            try:
-                return await host.play(task, key)
-            finally:
-                await self._close(host)
+        host = await self._start()
+        try:
+            return await host.play(task, key)
+        finally:
+            await self._close(host)
 
     async def _host(self) -> _Host:
         """Return a shared worker: a new one, or the one with the fewest agents."""

@@ -142,16 +142,16 @@ class Worker:
             for _ in range(_MAX_RESULT // _CHUNK_BYTES):  # more than a socket holds
                 if not _take(ours, output):
                     break
-        lines = output.decode(errors="replace").strip().splitlines()
+        _, _, line = output.decode(errors="replace").replace("\r", "\n").strip().rpartition("\n")
         if status < 0 or 128 < status < 128 + signal.NSIG:  # as shells report it
             raise _KilledError(f"exit status {status}, by a signal")
         if status != 0:
             raise RuntimeError(f"exit status {status}; its standard error is in {_LOG}")
         try:
-            return json.loads(lines[-1]) if lines else None
+            return json.loads(line) if line else None
         except ValueError as error:
-            shown = repr(lines[-1][:80])
-            raise ValueError(f"the last line of output must be JSON, got {shown}") from error
+            told = f"the last line of output must be JSON, got {line[:80]!r}"
+            raise ValueError(told) from error
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

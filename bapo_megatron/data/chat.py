@@ -234,7 +234,7 @@ class ChatRenderer:
     def content(self, token_ids: Sequence[int], *, has_calls: bool) -> str:
         """Return what a turn says besides its calls; without calls, all of its text.
 
-        Harmony (gpt-oss) has messages to the user, and analysis, here as ``<think>…</think>``.
+        With Harmony (gpt-oss): its messages to the user, and analysis as ``<think>…</think>``.
         """
         if not (has_calls or self._is_harmony):
             return self.decode(token_ids, skips_special=True)
@@ -267,11 +267,11 @@ class ChatRenderer:
     ) -> tuple[int, ...]:
         """Return the tokens that lead from the assistant's turn through messages to its next one.
 
-        They begin after the token that ends a turn, which the policy has sampled (the last of
-        ``after``, its turn), or with it where it has not (``has_end``). If that token is the next
-        message's role (GLM-4.5's ``<|user|>``), it is not repeated. Earlier turns are not rendered
-        again: a fixed two-message conversation replaces them. Special tokens that the messages
-        spell out are left out, since a message may quote the policy.
+        With ``has_end`` the policy has sampled the token that ends its turn, the last of ``after``,
+        and they begin after it; otherwise they begin with it. If that token is the next message's
+        role (GLM-4.5's ``<|user|>``), it is not repeated. Earlier turns are not rendered again: a
+        fixed two-message conversation replaces them. Special tokens that the messages spell out are
+        left out, since a message may quote the policy.
 
         Raises:
             ValueError: The template refuses the messages, or leaves one out.

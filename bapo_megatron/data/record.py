@@ -100,7 +100,7 @@ class Conversation:
     """Strings at which the turn ends; not in the keys."""
 
     def keys(self, *, spaced: bool = True) -> list[str]:
-        """Return the chain's hash after each message, without ``spaced`` white space aside."""
+        """Return the chain's hash after each message; unless ``spaced``, turns lose white space."""
         hashes = [_hashed(json.dumps(self.tools, sort_keys=True))]
         for message in self.messages:
             hashes.append(_hashed(hashes[-1] + _canonical(message, spaced=spaced)))
@@ -210,7 +210,7 @@ class Call:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its turn trains; else, calls that continue it have the turn as prompt."""
+        """Whether its turn trains; otherwise it is prompt of the calls that continue it."""
         return not self.name.startswith(_UNTRAINED)
 
     @property
@@ -255,7 +255,7 @@ class Call:
     def until_stop(self, part: Completion, text_of: Callable[[Sequence[int]], str]) -> Completion:
         """Return a piece up to the token that completes a stop string of the turn, if one does.
 
-        Texts of turns are compared, so this depends neither on pieces nor on tokens' borders.
+        The whole turn is searched, so this depends neither on pieces nor on token boundaries.
         """
         if not self.stop:
             return part

@@ -93,17 +93,17 @@ def present(parts: Iterable[Sampled]) -> list[TokenColumn]:
     return [column for name, column in COLUMNS.items() if name in names]
 
 
-def concatenated(column: TokenColumn, of: Sequence[Sampled]) -> np.ndarray:
+def concatenated(column: TokenColumn, parts: Sequence[Sampled]) -> np.ndarray:
     """Concatenate a column, [T] or [T, K]; tokens for which nothing is known have its default."""
-    parts = [column.of(tokens) for tokens in of]
+    values = [column.of(part) for part in parts]
     if column.is_wide:
-        width = max((part.shape[1] for part in parts), default=0)
-        parts = [
-            part if part.shape[1] == width else np.full((len(part), width), column.default)
-            for part in parts
+        width = max((value.shape[1] for value in values), default=0)
+        values = [
+            value if value.shape[1] == width else np.full((len(value), width), column.default)
+            for value in values
         ]
-        return np.concatenate([np.empty((0, width)), *parts]).astype(column.dtype)
-    return np.concatenate([np.empty(0, column.dtype), *parts])
+        return np.concatenate([np.empty((0, width)), *values]).astype(column.dtype)
+    return np.concatenate([np.empty(0, column.dtype), *values])
 
 
 def row_columns() -> dict[str, tuple[Any, Callable[[Sampled], Any]]]:

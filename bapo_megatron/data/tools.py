@@ -97,7 +97,7 @@ def calls_in(
 def content_in(tool_format: str, pieces: Sequence[str]) -> str:
     """Return what a turn of texts and ``Mark``s says before its calls.
 
-    Harmony has messages to the user, and those of the channel analysis, here in think tags.
+    With Harmony: its messages to the user, and those of the channel analysis in think tags.
     """
     if tool_format != "harmony":
         first = next((n for n, piece in enumerate(pieces) if isinstance(piece, Mark)), 0)

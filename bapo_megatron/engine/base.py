@@ -62,7 +62,7 @@ class GenerateRequest:
     """Expected weights version; if the engine holds another, all tokens may come in one piece."""
     return_logprobs: bool = True
     top_logprobs: int = 0
-    """K: likeliest tokens wanted at each position (``data.token_columns``), with log-probs."""
+    """K: number of likeliest tokens to return at each position, with log-probs."""
     sampled_tokens: int = 0
     """Response tokens among ``input_ids``: the response's random numbers continue there."""
     stream_tokens: int = 64

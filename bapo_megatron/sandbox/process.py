@@ -45,7 +45,7 @@ class SandboxedProcess:
         self._num_killed = 0 if cgroup is None else cgroup.num_killed()
         self._init: int | None = None
         self._program: int | None = None
-        """A handle of the program once it has been paused."""
+        """The program's pidfd, once it has been paused."""
         self.on_close = contextlib.ExitStack()
         """Callbacks that ``close`` runs last."""
         with contextlib.ExitStack() as theirs:

@@ -192,3 +192,11 @@ def test_a_command_gets_the_answer_only_if_it_is_asked_for(
 ) -> None:
     config = agent_config(agent=agent, agent_gets_answer=gets_answer)
     assert config.agent_has_answer is has_answer
+
+
+async def test_episodes_that_restart_alone_wait_for_a_worker_of_their_own() -> None:
+    waits = list[bool]()
+    async with boxed("function", "runs", agent_limits={"commands": 1}) as (runner, _):
+        plays = [runner.run(task_of(""), "key", waits.append, is_alone=True) for _ in range(3)]
+        assert await asyncio.gather(*plays) == [HONEST] * 3
+    assert waits == [False, True, True, False, False]

@@ -313,7 +313,7 @@ async def test_a_stream_that_takes_long_is_kept_open_by_comments(
         ({"temperature": 0.7}, "temperature: must be 1.0, got 0.7; leave it out, or set"),
         ({"top_p": 0.5}, "top_p: must be 1.0, got 0.5"),
         ({"stop": list("abcde")}, "the body: 'stop"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs: must be 0, got 2; engines return"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs: must be 0, got 2; answers have"),
         ({"n": 2}, "n: must be 1, got 2; every call is one turn of the policy"),
         ({"tool_choice": "required"}, "tool_choice: must be 'auto', got 'required'"),
         ({"extra_body": {"min_p": 0.1}}, "min_p: must be 0, got 0.1"),

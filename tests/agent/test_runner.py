@@ -192,6 +192,20 @@ async def test_an_agent_whose_worker_died_starts_again_from_its_record(
     assert len(policy.calls) == 2
 
 
+async def test_while_an_agent_waits_to_restart_its_clock_stands_still(
+    renderer: ChatRenderer,
+) -> None:
+    policy, limits = Policy(renderer, lambda call: "Two."), SessionLimits(9, 1000, 1000)
+    session = Session(Record(), renderer, SamplingRules(1.0), limits, policy.sample)
+    session.begin()
+    session.ended_by = FinishReason.TURNS
+    await session.restart()
+    own_s = session.own_s
+    await asyncio.sleep(0.01)
+    assert session.own_s == own_s
+    assert session.ended_by is None
+
+
 async def test_after_a_worker_s_death_its_episodes_go_on_without_the_one_that_caused_it(
     renderer: ChatRenderer,
 ) -> None:
