@@ -60,13 +60,23 @@ def test_what_is_reported_of_each_token() -> None:
     assert not head.is_limited_T.any()
 
 
-def test_a_tail_that_only_one_side_has_is_limited() -> None:
+@pytest.mark.parametrize(("mass", "scale", "rho"), [(1.0, 1.0, 1e-3), (0.5, 1e3, 1e3)])
+def test_a_tail_that_only_one_side_has_is_limited(mass: float, scale: float, rho: float) -> None:
     problem = Problem(8, drift=0.4, temperature=1.0)
-    problem.top = problem.top.__class__((problem.top.values.softmax(1).log(), problem.top.indices))
+    q_TK = mass * problem.top.values.softmax(1)
+    problem.top = problem.top.__class__((q_TK.log(), problem.top.indices))
+    problem.hidden_TH = scale * problem.hidden_TH
     assert all(gradient.isfinite().all() for gradient in problem.gradients("reinforce"))
     head = problem.loss_stage.head_T
     assert head is not None
-    assert head.is_limited_T.all()
+    is_inside_T = (head.policy_mass_T > 0.999) | (mass == 1)
+    assert is_inside_T.any()
+    assert head.is_limited_T[is_inside_T].all()
+    log_p_TV = (problem.hidden_TH.double() @ problem.weight_VH.double().t())[:, :VOCAB_SIZE]
+    p_TK = log_p_TV.log_softmax(1).exp().gather(1, problem.top.indices)
+    drift_T = (q_TK - rho * p_TK).abs().sum(1)[is_inside_T]
+    found_T = head.coefficient_TK[:, 0][is_inside_T]
+    torch.testing.assert_close(found_T, drift_T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
