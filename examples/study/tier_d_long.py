@@ -77,7 +77,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
         rise(rows, first) - (rise(rows, second) if second else 0)
         for first, _, second in (contrast.partition(" − ") for contrast in CONTRASTS)
     ]
-    effects = [difference_over_seeds(value_I, 1.0) for value_I in values]
+    effects = [difference_over_seeds(value_I) for value_I in values]
     corrected = holm([effect.p_value for effect in effects])
     lines = [
         "# Tier D: long runs",
