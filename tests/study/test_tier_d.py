@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.study import shards, tier_d
+from examples.study import shards, tier_d, tier_d_long
 from examples.study.shards import read_shards
 from examples.study.task import make_task
 from examples.study.tier_a_run import GROUP_SIZE, batches
@@ -121,3 +121,5 @@ def test_the_report_tells_the_contrasts_of_the_shards(tmp_path, monkeypatch):
 def test_what_docs_study_says_of_tier_d_is_what_its_shards_say():
     directory = REPOSITORY / "docs/study/tier_d"
     assert (directory / "tables.md").read_text() == tables(Results(directory))
+    rows = read_shards(directory / "long")
+    assert (directory / "long.md").read_text() == tier_d_long.tables(rows)
