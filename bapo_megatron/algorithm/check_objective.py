@@ -39,9 +39,7 @@ class ObjectiveError(UserCodeError):
 
 
 def check_objective(
-    objective: Objective,
-    device: torch.device = CPU,
-    columns: ColumnKinds | None = None,
+    objective: Objective, device: torch.device = CPU, columns: ColumnKinds | None = None
 ) -> None:
     """Refuse an objective whose results depend on which tokens share a batch.
 

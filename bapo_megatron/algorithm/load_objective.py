@@ -48,9 +48,7 @@ class LoadedObjective:
 
 
 def load_objective(
-    config: AlgorithmConfig,
-    device: torch.device = CPU,
-    columns: ColumnKinds | None = None,
+    config: AlgorithmConfig, device: torch.device = CPU, columns: ColumnKinds | None = None
 ) -> LoadedObjective:
     """Make the objective; check a user's.
 

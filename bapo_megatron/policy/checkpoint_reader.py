@@ -18,11 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from bapo_megatron.policy.checkpoint_files import (
     CHECKSUMS_NAME,

@@ -132,8 +132,7 @@ def _put_delta_net(layer: ModuleSpec, in_proj: type, norm: Any, out_proj: type) 
             return norm(plain, **options)
 
     layer.submodules.self_attention = ModuleSpec(
-        module=PackedGatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(in_proj, OutNorm, out_proj),
+        module=PackedGatedDeltaNet, submodules=GatedDeltaNetSubmodules(in_proj, OutNorm, out_proj)
     )
 
 

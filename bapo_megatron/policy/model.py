@@ -319,10 +319,7 @@ class PolicyOutput:
         )
 
     def chunks(
-        self,
-        micro_batch: MicroBatch,
-        teacher: Teacher | None = None,
-        head_TK: Tensor | None = None,
+        self, micro_batch: MicroBatch, teacher: Teacher | None = None, head_TK: Tensor | None = None
     ) -> Chunks:
         """Return the response tokens, for hidden states as output."""
         assert self.head is not None

@@ -22,13 +22,7 @@ from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text, read_regular
 from bapo_megatron.runtime.processes import RUN_DIR_FILE, launched_number
 from bapo_megatron.runtime.versions import own_software
-from bapo_megatron.telemetry.console import (
-    PhaseTimer,
-    ProgressLine,
-    Pulse,
-    console_kept_in,
-    say,
-)
+from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine, Pulse, console_kept_in, say
 from bapo_megatron.telemetry.run_dir import run_dir_locked
 from bapo_megatron.telemetry.sinks import ShowRow, rows_served
 from bapo_megatron.trainer.check import check_training

@@ -58,10 +58,7 @@ class Glm4MoeJson(SigmoidMoeJson):
 
 def _understand(glm: Glm4MoeJson) -> HfConfig:
     common = understand_common(
-        glm,
-        optional_biases=("qkv",),
-        qk_norm=glm.use_qk_norm,
-        rotary_share=ROTARY_SHARE,
+        glm, optional_biases=("qkv",), qk_norm=glm.use_qk_norm, rotary_share=ROTARY_SHARE
     )
     return replace(common, experts=glm.experts())
 
