@@ -144,14 +144,18 @@ class TopTokens:
         ids_CK = self.ids_TK[chunk]
         logprob_CK = torch.where(ids_CK >= 0, self.logprob_TK[chunk], -torch.inf)
         logits_CV = buffer_CV[: len(ids_CK)].fill_(-torch.inf)
-        local_CK = ids_CK - columns.start
-        is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < logits_CV.shape[1])
+        local_CK, is_here_CK = _local_columns(ids_CK, columns, logits_CV.shape[1])
         # Relative to the likeliest: 16-bit logits are then most precise where probability is high.
         value_CK = (logprob_CK - logprob_CK.amax(dim=1, keepdim=True)) * columns.temperature
         value_CK = torch.where(is_here_CK, value_CK, -torch.inf).to(logits_CV.dtype)
-        return logits_CV.scatter_reduce_(
-            1, local_CK.clamp(0, logits_CV.shape[1] - 1), value_CK, "amax"
-        )
+        return logits_CV.scatter_reduce_(1, local_CK, value_CK, "amax")
+
+
+def _local_columns(ids_CK: Tensor, columns: Columns, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return this rank's column of each token, any one for others; and which are here."""
+    local_CK = ids_CK - columns.start
+    is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < num_columns)
+    return local_CK.clamp(0, num_columns - 1), is_here_CK
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,7 +279,7 @@ class Chunks:
         self, logits_CV: Tensor, ids_CK: Tensor, max_C: Tensor, log_sum_C: Tensor
     ) -> Tensor:
         """Return the log-probs of the head's tokens, [C, K] float32, equal on all ranks."""
-        local_CK, is_here_CK = self._local(ids_CK, logits_CV)
+        local_CK, is_here_CK = _local_columns(ids_CK, self.columns, logits_CV.shape[1])
         shifted_CK = logits_CV.gather(1, local_CK).float() - max_C[:, None]
         logprob_CK = shifted_CK / self.temperature - log_sum_C[:, None]
         logprob_CK = torch.where(is_here_CK, logprob_CK, -torch.inf)
@@ -288,7 +292,7 @@ class Chunks:
     ) -> None:
         """Add the head's derivatives to its logits' gradients, less what the target got of them."""
         ids_CL = torch.cat((ids_CK, target_C[:, None]), dim=1)
-        local_CL, is_here_CL = self._local(ids_CL, grad_CV)
+        local_CL, is_here_CL = _local_columns(ids_CL, self.columns, grad_CV.shape[1])
         total_C1 = by_head_CK.sum(dim=1, keepdim=True)
         # In one place: rounding must not depend on the order of additions.
         is_target_CK = ids_CK == target_C[:, None]
@@ -296,12 +300,6 @@ class Chunks:
         rest_C1 = -total_C1 * ~is_target_CK.any(dim=1, keepdim=True)
         value_CL = torch.cat((value_CK, rest_C1), dim=1) / self.temperature
         grad_CV.scatter_add_(1, local_CL, torch.where(is_here_CL, value_CL, 0.0).to(grad_CV.dtype))
-
-    def _local(self, ids_CK: Tensor, logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's column of each token, any one for others; and which are here."""
-        local_CK, num_columns = ids_CK - self.columns.start, logits_CV.shape[1]
-        is_here_CK = (ids_CK >= 0) & (local_CK >= 0) & (local_CK < num_columns)
-        return local_CK.clamp(0, num_columns - 1), is_here_CK
 
 
 def chunked_logprobs(hidden_MH: Tensor, chunks: Chunks) -> TokenLogprobs:

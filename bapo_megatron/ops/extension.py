@@ -26,11 +26,6 @@ if (built := build_info()["version"]) != __version__:
 
 __all__ = ["ClipGrid", "SearchResult", "build_info", "search", "use_isa"]
 
-_NO_CUDA = (
-    "the kernels were built without CUDA; install nvcc (or set CUDA_HOME) and run "
-    "`pip install --no-build-isolation -e .` again"
-)
-
 BOUNDS_FIELDS = (
     "low",
     "high",
@@ -69,4 +64,7 @@ for _name, _fake in _FAKES.items():
 def check_kernels(device: torch.device) -> None:
     """Raise a ``ValueError`` if no kernels were built for a device."""
     if device.type == "cuda" and not build_info()["cuda"]:
-        raise ValueError(f"{device}: {_NO_CUDA}")
+        raise ValueError(
+            f"{device}: the kernels were built without CUDA; install nvcc (or set CUDA_HOME) and "
+            "run `pip install --no-build-isolation -e .` again"
+        )
