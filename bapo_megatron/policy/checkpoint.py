@@ -242,8 +242,7 @@ class _AgreeingLoadStrategy(TorchDistLoadShardedStrategy):
 
     def load(self, state: dict[str, Any], directory: Path, *args: Any) -> dict[str, Any]:
         with _read_together(Path(directory), self._groups):
-            loaded: dict[str, Any] = super().load(state, directory, *args)
-            return loaded
+            return super().load(state, directory, *args)
 
 
 def _load_shards(directory: Path, train_state: TrainState) -> dict[str, Any]:
@@ -256,8 +255,7 @@ def _load_shards(directory: Path, train_state: TrainState) -> dict[str, Any]:
         with _read_together(directory, groups):
             # ``load`` reads it again, but outside the strategy: ranks must agree on failures here.
             dist_checkpointing.load_common_state_dict(str(directory))
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory), strategy)
-    return loaded
+        return dist_checkpointing.load(state, str(directory), strategy)
 
 
 @contextmanager

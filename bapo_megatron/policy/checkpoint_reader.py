@@ -112,8 +112,7 @@ class CheckpointReader:
             with (self._directory / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 content = file.read(place.length)
-            tensor: Tensor = torch.load(io.BytesIO(content), weights_only=True)
-        return tensor
+            return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def hash_pieces(

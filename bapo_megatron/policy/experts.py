@@ -32,8 +32,7 @@ class GroupedExperts(SequentialMLP):
     ) -> tuple[Tensor, None]:
         """Return the outputs, [N, I], weighted by ``probs_N``, and no bias."""
         if len(hidden_NI) == 0 or self.loop_reason(hidden_NI.dtype):
-            output: Tensor = super().forward(hidden_NI, tokens_per_expert, probs_N)[0]
-            return output, None
+            return super().forward(hidden_NI, tokens_per_expert, probs_N)[0], None
         sizes = tokens_per_expert.tolist()
         ends_E = tokens_per_expert.cumsum(0).to(hidden_NI.device, torch.int32, non_blocking=True)
         gate_up = self._multiply("linear_fc1", hidden_NI, ends_E, sizes)

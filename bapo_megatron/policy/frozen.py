@@ -26,12 +26,10 @@ class FrozenModel:
 
     @classmethod
     def freeze(cls, model: Model, *, on_host: bool, keeps_head: bool = False) -> Self:
-        """Stop the training of a model.
+        """Stop the training of a model of its own, without adapters.
 
-        Args:
-            model: A model of its own, without adapters.
-            on_host: Whether its weights are in host memory between passes.
-            keeps_head: Whether the language-model head stays on the device nevertheless.
+        With ``on_host`` its weights are in host memory between passes, with ``keeps_head`` all but
+        the language-model head.
         """
         frozen = cls(model)
         head = model.head.weight if keeps_head and model.head is not None else None
@@ -65,11 +63,10 @@ class FrozenModel:
         Raises:
             ValueError: ``directory`` has other tensors.
         """
-        files, _ = find_tensors(self.model.hf, directory)
         model = self.model
-        load_weights(
-            local_weights(model.chunks, model.hf, model.groups), model.hf, files, model.groups
-        )
+        files, _ = find_tensors(model.hf, directory)
+        local = local_weights(model.chunks, model.hf, model.groups)
+        load_weights(local, model.hf, files, model.groups)
 
     def _release(self) -> None:
         for parameter, waiting in self._host.items():

@@ -55,35 +55,19 @@ def to_shard(weight: Weight, tensors: Sequence[Any], hf: HfConfig, rank: int, si
     ``tensors`` are the Hugging Face tensors, or safetensors' slices of them: only the rank's rows
     or columns are asked for.
     """
-    parts = [
-        part
-        for tensor, shape, rows in zip(
-            tensors, hf_shapes(weight, hf).values(), section_rows(weight, hf), strict=True
-        )
-        for part in _sections_of_rank(weight, tensor, shape, rows, hf, rank, size)
-    ]
+    num_blocks, parts = _num_blocks(weight, hf), list[Tensor]()
+    shapes = hf_shapes(weight, hf).values()
+    for tensor, shape, rows in zip(tensors, shapes, section_rows(weight, hf), strict=True):
+        if len(rows) > 1 and num_blocks == 1:
+            ends = zip(accumulate(rows, initial=0), rows, strict=False)
+            parts += [tensor[s + rank * n // size : s + (rank + 1) * n // size] for s, n in ends]
+        else:
+            part = tensor[_part_of_rank(weight, shape, rank, size)]
+            parts += _separate(part, [n // size for n in rows], num_blocks // size)
     if weight.form == "vocab":
         padding = padded_vocab_size(hf.vocab_size, size) // size - len(parts[0])
         return torch.cat([parts[0], parts[0].new_zeros(padding, hf.hidden_size)])
     return _interleave(parts, _num_groups(weight, hf, size) // size)
-
-
-def _sections_of_rank(
-    weight: Weight,
-    tensor: Any,
-    shape: tuple[int, ...],
-    rows: Sequence[int],
-    hf: HfConfig,
-    rank: int,
-    size: int,
-) -> list[Tensor]:
-    """Return a rank's part of each section, of ``rows``, of a Hugging Face tensor."""
-    num_blocks = _num_blocks(weight, hf)
-    if len(rows) > 1 and num_blocks == 1:
-        ends = zip(accumulate(rows, initial=0), rows, strict=False)
-        return [tensor[s + rank * n // size : s + (rank + 1) * n // size] for s, n in ends]
-    part: Tensor = tensor[_part_of_rank(weight, shape, rank, size)]
-    return _separate(part, [n // size for n in rows], num_blocks // size)
 
 
 def _interleave(sections: Sequence[Tensor], num_blocks: int) -> Tensor:
@@ -278,8 +262,7 @@ class _ExpertRows:
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
         start, stop, _ = part[0].indices(self.num_rows)
         rows = slice(self.first + start, self.first + stop)
-        matrix: Tensor = self.fused[(slice(self.expert, self.expert + 1), rows, *part[1:])]
-        return matrix[0]
+        return self.fused[(slice(self.expert, self.expert + 1), rows, *part[1:])][0]
 
 
 def _stored(reader: Any, name: str) -> Any:

@@ -95,8 +95,7 @@ class PackedRotaryEmbedding(nn.Module):
 
     def get_rotary_seq_len(self, *args: Any) -> PackedSequences:
         """Return what GPTModel gives to ``forward``, in place of a length."""
-        packed_seq_params: PackedSequences = args[-1]
-        return packed_seq_params
+        return args[-1]
 
     def forward(
         self, packed_seq_params: PackedSequences, *, cp_group: Any, **options: Any
@@ -285,8 +284,7 @@ def swiglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
     The backward pass keeps the input alone. Autograd would keep silu(gate) and up as well, and
     concatenate the gradients of the two halves.
     """
-    output: Tensor = _SwiGlu.apply(gate_up_N2F)
-    return output
+    return _SwiGlu.apply(gate_up_N2F)
 
 
 def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: Any) -> Tensor:
