@@ -168,6 +168,7 @@ def split_step(
         & (sample.finish_reason not in masked_reasons)
         for sample in samples
     ]
+    sampled_B = np.array([sample.episode_sampled for sample in samples])
     trained_B = np.array([np.count_nonzero(mask_Q) for mask_Q in episode_masks])
     ends_L = np.cumsum([sequence.num_sampled for sequence in sequences])
     masks_L = np.split(np.concatenate(episode_masks), ends_L[:-1])
@@ -181,8 +182,14 @@ def split_step(
         responses = np.unique(sample_L[computed]).tolist()
         if zero_advantage == "computed" and not has_advantage_L[computed].any():
             computed, responses = [], []
-        counts = _counts(samples, indices, advantage_B, trained_B)
-        counts["computed_tokens"] = float(trained_B[responses].sum())
+        sampled, unmasked = float(sampled_B[indices].sum()), float(trained_B[indices].sum())
+        counts = {
+            "response_tokens": sampled,
+            "masked_tokens": sampled - unmasked,
+            "unmasked_tokens": unmasked,
+            "computed_tokens": float(trained_B[responses].sum()),
+            **_signs(samples, indices, advantage_B),
+        }
         micro_batches: tuple[MicroBatch, ...] = ()
         if computed:
             weight_B = _loss_weights(trained_B, indices, config)
@@ -208,12 +215,8 @@ def with_advantages(
 ) -> tuple[SplitUpdate, ...]:
     """Replace the advantages of updates, and their counts by sign.
 
-    Every sample that trains must be computed already (``ZeroAdvantage``: ``trained``).
-
-    Args:
-        splits: The step's updates.
-        samples: The batch's, B of them.
-        advantages: As ``Advantages.compute`` returns them.
+    Every sample of the batch that trains must be computed already (``ZeroAdvantage``: ``trained``).
+    ``advantages`` are as ``Advantages.compute`` returns them.
     """
     advantage_C, advantage_B = _by_call(advantages, samples)
     length_B = torch.tensor([sample.episode_tokens for sample in samples])
@@ -256,19 +259,6 @@ def _signs(
         counts[f"{name}_responses"] = float(np.count_nonzero(has_sign_R))
         counts[f"{name}_length"] = float(length_R[has_sign_R].sum())
     return counts
-
-
-def _counts(
-    samples: Sequence[Sample], indices: list[int], advantage_B: np.ndarray, trained_B: np.ndarray
-) -> dict[str, float]:
-    length_R = np.array([samples[i].episode_sampled for i in indices])
-    sampled, unmasked = float(length_R.sum()), float(trained_B[indices].sum())
-    counts = {
-        "response_tokens": sampled,
-        "masked_tokens": sampled - unmasked,
-        "unmasked_tokens": unmasked,
-    }
-    return counts | _signs(samples, indices, advantage_B)
 
 
 def _loss_weights(trained_B: np.ndarray, indices: list[int], config: AlgorithmConfig) -> np.ndarray:
