@@ -12,14 +12,13 @@ Shape legend: T = response tokens of a micro-batch, B = samples of the batch, Q 
 that the policy sampled, R = all its response tokens, H = hidden size.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +27,8 @@ from torch import Tensor
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import RESPONSE_UNIT, sum_over_responses
 from bapo_megatron.config.megatron import LoraConfig
-from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
+from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
+from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY, FrozenModelConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
@@ -40,6 +40,8 @@ from bapo_megatron.data.token_columns import (
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
 )
+from bapo_megatron.ops.chunked import OutputHead
+from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.frozen import FrozenModel
 from bapo_megatron.policy.model import Model, PolicyOutput
 from bapo_megatron.policy.weight_table import sequence_flops
@@ -50,18 +52,10 @@ from bapo_megatron.runtime.distributed import (
     reduce_over,
 )
 from bapo_megatron.trainer.recompute import with_recomputed_behaviour
+from bapo_megatron.trainer.split import SplitUpdate
+from bapo_megatron.types import MicroBatch, RolloutBatch
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
-    from bapo_megatron.config.scorers import FrozenModelConfig
-    from bapo_megatron.ops.chunked import OutputHead
-    from bapo_megatron.ops.logprob import TokenLogprobs
-    from bapo_megatron.trainer.split import SplitUpdate
-    from bapo_megatron.types import MicroBatch, RolloutBatch
-
-Splits = tuple["SplitUpdate", ...]
+Splits = tuple[SplitUpdate, ...]
 
 
 class Scorer(Protocol):
@@ -131,8 +125,8 @@ class FrozenScorer:
     output_of: Callable[[Model], PolicyOutput]
     keeps_hidden: bool = False
     """Whether to keep the inputs of its head, too, as ``TEACHER_HIDDEN``."""
-    dump: ScoredDump | None = None
-    """Gets the column of every step, for replays."""
+    add_to_dump: Callable[[str, Splits, RolloutBatch], None] | None = None
+    """Called with its name and every step's updates and batch, for replays."""
     _frozen: FrozenModel | None = field(default=None, init=False)
     _newest: Path | None = field(default=None, init=False)
     """Weights that the model gets when it is needed next."""
@@ -186,8 +180,8 @@ class FrozenScorer:
                         scored_flops=split.scored_flops + flops,
                     )
                 )
-        if self.dump is not None and not is_filled:
-            self.dump.add(self.name, tuple(scored), batch)
+        if self.add_to_dump is not None and not is_filled:
+            self.add_to_dump(self.name, tuple(scored), batch)
         return tuple(scored)
 
     def _read(
@@ -263,7 +257,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
     """
     groups, distillation = policy.groups, config.algorithm.distillation
     is_replay = config.replay.dumps is not None
-    dump = ScoredDump(config.run_dir / "rollouts", groups)
+    add_to_dump = partial(add_column_to_dump, config.run_dir / "rollouts", groups)
     scorers: list[FrozenScorer] = []
     for key, model in config.algorithm.frozen_models.items():
         keeps_hidden = key == TEACHER_KEY and distillation.is_over_vocabulary
@@ -275,7 +269,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
             build,
             lambda built: PolicyOutput.of(built, config.ops, config.rollout.temperature),
             keeps_hidden=keeps_hidden,
-            dump=dump if config.rollout.dump and not is_replay else None,
+            add_to_dump=add_to_dump if config.rollout.dump and not is_replay else None,
         )
         scorers.append(scorer)
     for built in () if is_replay else scorers:
@@ -306,7 +300,7 @@ def _build_frozen(
 
 def reference_updater(
     config: RunConfig, policy: Model, scorers: Iterable[Scorer]
-) -> ReferenceUpdater | None:
+) -> "ReferenceUpdater | None":
     """Return what makes the policy the reference; None if the reference never changes."""
     every_steps, run_dir = config.algorithm.kl.reference.update_every, config.run_dir
     frozen = (scorer for scorer in scorers if isinstance(scorer, FrozenScorer))
@@ -321,18 +315,10 @@ def reference_updater(
 def sum_kl(
     splits: Iterable[SplitUpdate], kind: str, num_samples: int, groups: ProcessGroups
 ) -> Tensor:
-    """Return Σ KL over each response, estimated at ℓ = μ; a collective of all ranks.
+    """Return Σ KL over each response, estimated at ℓ = μ: [B] float64, exact, equal on all ranks.
 
-    Tokens that do not train do not count.
-
-    Args:
-        splits: The step's updates with the reference's column.
-        kind: Of ``estimate_kl``.
-        num_samples: B.
-        groups: The policy's.
-
-    Returns:
-        [B] float64, exact sums, equal on all ranks.
+    A collective of all ranks. Tokens that do not train do not count. ``splits`` have the
+    reference's column; ``kind`` is that of ``estimate_kl``.
     """
 
     def estimate(host_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -366,43 +352,39 @@ def with_teacher_advantages(splits: Splits, coefficient: float, groups: ProcessG
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredDump:
-    """Adds columns that the trainer computed to the dump of their step, for replays."""
+def add_column_to_dump(
+    directory: Path, groups: ProcessGroups, name: str, splits: Splits, batch: RolloutBatch
+) -> None:
+    """Rewrite a step's dump with a column that the trainer computed, for replays.
 
-    directory: Path
-    """The run's dumps."""
-    groups: ProcessGroups
+    A collective of all ranks. ``directory`` has the run's dumps.
 
-    def add(self, name: str, splits: Splits, batch: RolloutBatch) -> None:
-        """Rewrite the dump with the column; a collective of all ranks.
+    Raises:
+        OSError: The file cannot be written; raised on every rank.
+    """
+    from bapo_megatron.data.dump import dump_path, write_batch  # pyarrow
 
-        Raises:
-            OSError: The file cannot be written; raised on every rank.
-        """
-        from bapo_megatron.data.dump import dump_path, write_batch  # pyarrow
-
-        starts = [0, *accumulate(sample.episode_tokens for sample in batch.samples)]
-        # The responses of all samples, one after the other.
-        values = torch.zeros(starts[-1], dtype=torch.float32, device=self.groups.device)
-        if self.groups.is_last_stage:
-            start_B = torch.tensor(starts[:-1], device=values.device)
-            for host_batch in (mb for split in splits for mb in split.micro_batches):
-                mb = on_device(host_batch, values.device)
-                values[start_B[mb.sample_T] + mb.position_T] = mb.columns[name]
-            reduce_over(self.groups.data, values)  # one rank has a token, the others have 0
-        broadcast_from_last_stage(values, self.groups)
-        with fail_together(self.groups):
-            if self.groups.rank == 0:
-                computed = {index for split in splits for index in split.computed}
-                sequences = batch.sequences
-                ends = np.cumsum([len(sequence.response_token_ids) for sequence in sequences])
-                parts = np.split(values.cpu().numpy(), ends[:-1])
-                for index, (sequence, values_R) in enumerate(zip(sequences, parts, strict=True)):
-                    if index not in computed:
-                        values_R = np.full_like(values_R, COLUMNS[name].default)
-                    sequence.columns = {**sequence.columns, name: values_R[sequence.loss_mask]}
-                write_batch(dump_path(self.directory, batch.step), batch)
+    starts = [0, *accumulate(sample.episode_tokens for sample in batch.samples)]
+    # The responses of all samples, one after the other.
+    values = torch.zeros(starts[-1], dtype=torch.float32, device=groups.device)
+    if groups.is_last_stage:
+        start_B = torch.tensor(starts[:-1], device=values.device)
+        for host_batch in (mb for split in splits for mb in split.micro_batches):
+            mb = on_device(host_batch, values.device)
+            values[start_B[mb.sample_T] + mb.position_T] = mb.columns[name]
+        reduce_over(groups.data, values)  # one rank has a token, the others have 0
+    broadcast_from_last_stage(values, groups)
+    with fail_together(groups):
+        if groups.rank == 0:
+            computed = {index for split in splits for index in split.computed}
+            sequences = batch.sequences
+            ends = np.cumsum([len(sequence.response_token_ids) for sequence in sequences])
+            parts = np.split(values.cpu().numpy(), ends[:-1])
+            for index, (sequence, values_R) in enumerate(zip(sequences, parts, strict=True)):
+                if index not in computed:
+                    values_R = np.full_like(values_R, COLUMNS[name].default)
+                sequence.columns = {**sequence.columns, name: values_R[sequence.loss_mask]}
+            write_batch(dump_path(directory, batch.step), batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from bapo_megatron.data.token_columns import REFERENCE
 from bapo_megatron.data.token_dump import read_token_dump, token_dump_path
 from bapo_megatron.tools.report.rollouts import read_ratios
 from bapo_megatron.trainer.records import TokenDump
-from bapo_megatron.trainer.scorers import ScoredDump
+from bapo_megatron.trainer.scorers import add_column_to_dump
 from bapo_megatron.types import RolloutBatch
 from tests.distributed_launch import joined, run_ranks
 from tests.oracles.bound_search import Tokens, float64_search
@@ -277,7 +277,7 @@ def _dump_tokens(model_dir: Path, dump: Path, root: Path) -> None:
         for split in splits:
             for mb in split.micro_batches:
                 mb.columns[REFERENCE] = mb.behaviour_logprob_T  # type: ignore[index]
-        ScoredDump(root, groups).add(REFERENCE, splits, batch)
+        add_column_to_dump(root, groups, REFERENCE, splits, batch)
 
 
 def test_dumps_of_tokens_and_of_columns_name_the_tokens_of_every_sequence(
