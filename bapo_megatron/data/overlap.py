@@ -75,17 +75,16 @@ def find_overlaps(
             ]
             if matches:
                 first_eval, first_rows = matches[0]
-                overlaps.append(
-                    Overlap(
-                        train_name=train_set.name,
-                        eval_name=name,
-                        num_eval_prompts=len(matches),
-                        of_eval_prompts=len(prompts),
-                        num_train_prompts=len({row for _, rows in matches for row in rows}),
-                        first_eval_id=prompts[first_eval].prompt_id,
-                        first_train_id=train_set.prompts[first_rows[0]].prompt_id,
-                    )
+                overlap = Overlap(
+                    train_name=train_set.name,
+                    eval_name=name,
+                    num_eval_prompts=len(matches),
+                    of_eval_prompts=len(prompts),
+                    num_train_prompts=len({row for _, rows in matches for row in rows}),
+                    first_eval_id=prompts[first_eval].prompt_id,
+                    first_train_id=train_set.prompts[first_rows[0]].prompt_id,
                 )
+                overlaps.append(overlap)
     return overlaps
 
 

@@ -203,9 +203,8 @@ def shared_prompts(prompt_sets: Sequence[PromptSet]) -> list[str]:
                 f"training set '{prompt_set.name}': {len(shared)} of {len(ids)} prompts are in an "
                 f"earlier set too, the first: {ids[shared[0]]} is {prompt_id} of '{name}'"
             )
-        first_of = {
-            text: (prompt_set.name, prompt_id) for text, prompt_id in ids.items()
-        } | first_of
+        for text, prompt_id in ids.items():
+            first_of.setdefault(text, (prompt_set.name, prompt_id))
     return lines
 
 

@@ -336,7 +336,9 @@ class Record:
             call = self._new_call(name, conversation, keys, renderer)
             self.calls.append(call)
         else:
-            self._repeat(call)
+            for member in call.path():
+                if self.earlier.pop(member.name, None) is not None:
+                    self.calls.append(member)
         self._asked[key] += 1
         call.stop = conversation.stop
         return call
@@ -370,11 +372,6 @@ class Record:
     def all_calls(self) -> list[Call]:
         """Return the calls asked for and the earlier ones, parents before their children."""
         return [*self.calls, *self.earlier.values()]
-
-    def _repeat(self, call: Call) -> None:
-        for member in call.path():
-            if self.earlier.pop(member.name, None) is not None:
-                self.calls.append(member)
 
     def _new_call(
         self, name: str, conversation: Conversation, keys: Sequence[str], renderer: ChatRenderer

@@ -63,7 +63,6 @@ def write_routes(path: Path, sequences: Sequence[Sample]) -> None:
                 "engines must sample with model.path"
             )
         parts += [known, np.full((num_tokens - len(known), max(widths)), FREE, np.int8)]
-    path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_bytes(path, save({_NAME: narrowed(np.concatenate(parts))}))
 
 

@@ -141,16 +141,15 @@ def _generate(dataset: DatasetConfig) -> Iterator[Row]:
     """Problems of reasoning-gym, which a process of their own generates."""
     # Some tasks depend on the order of sets of strings.
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    request = {
+        "tasks": [task.model_dump(mode="json") for task in dataset.gym],
+        "size": dataset.size,
+        "seed": dataset.seed,
+        "is_held_out": not isinstance(dataset, TrainSetConfig),
+    }
     process = subprocess.run(
         [sys.executable, "-m", "bapo_megatron.data.gym", str(os.getpid())],
-        input=json.dumps(
-            {
-                "tasks": [task.model_dump(mode="json") for task in dataset.gym],
-                "size": dataset.size,
-                "seed": dataset.seed,
-                "is_held_out": not isinstance(dataset, TrainSetConfig),
-            }
-        ),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         env=environment,

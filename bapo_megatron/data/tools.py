@@ -152,17 +152,14 @@ def checked_message(message: Any) -> Message:
         if isinstance(fields.get(name), str):
             checked[name] = fields[name]
     if calls:
-        checked["tool_calls"] = [_checked_call(call) for call in _list(calls)]
+        calls = calls if isinstance(calls, list) else [calls]
+        checked["tool_calls"] = [_checked_call(call) for call in calls]
     return checked
 
 
 def _is_text_part(part: Any) -> bool:
     is_text = isinstance(part, dict) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _checked_call(call: Any) -> dict[str, Any]:

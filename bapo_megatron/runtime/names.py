@@ -12,11 +12,7 @@ SHAPING_TERMS = ("truncated", "overlong", "format", "repetition")
 metrics."""
 _OUT_OF_MEMORY = ("Cannot allocate memory", "cannot allocate memory", "failed to map segment")
 """Messages of the dynamic loader when address space is exhausted."""
-_NOT_USER_CODE = (
-    str(Path(__file__).parents[1]) + os.sep,
-    str(Path(os.__file__).parent) + os.sep,
-    "<",
-)
+_NOT_USER_CODE = (f"{Path(__file__).parents[1]}/", f"{Path(os.__file__).parent}/", "<")
 """Prefixes of paths of this package, of the standard library and of code without a file."""
 _INSTALLED = frozenset(("site-packages", "dist-packages"))
 """Directories of installed packages; Debian and NVIDIA's containers have the second one."""
