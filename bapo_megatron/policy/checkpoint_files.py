@@ -365,8 +365,7 @@ def remove_unfinished(root: Path) -> None:
 def begin_at(root: Path, directory: Path) -> str:
     """Start a run at a checkpoint: newer ones move aside, whole, and ``latest`` names it.
 
-    Returns:
-        One line about those that moved; '' if there are none.
+    Return one line about those that moved; '' if there are none.
     """
     pointer, step = root / LATEST_NAME, step_of(directory)
     newer = [step_directory(root, other) for other in find_steps(root) if other > step]
@@ -424,8 +423,7 @@ def remove_others(root: Path, saved_step: int, config: CheckpointConfig) -> None
     kept_steps = set(steps[-config.keep_last :])
     if config.keep_every > 0:
         kept_steps.update(step for step in steps if step % config.keep_every == 0)
-    best = find_best(root)
-    if best is not None:
+    if (best := find_best(root)) is not None:
         kept_steps.add(best.step)
     for step in set(steps) - kept_steps:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a valid name.

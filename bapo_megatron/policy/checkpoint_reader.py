@@ -49,11 +49,7 @@ _RECORDS = {
 
 
 class CheckpointReader:
-    """A checkpoint with trusted metadata, and the checksums of its pieces.
-
-    Attributes:
-        metadata: torch's description: tensors, and the file and offset of each of their pieces.
-    """
+    """A checkpoint with trusted metadata, and the checksums of its pieces."""
 
     def __init__(self, directory: Path, *, verify: bool = True, small_files: bool = True) -> None:
         """Read the metadata and, with ``verify``, check small files; may raise ``DamagedError``.
@@ -63,6 +59,7 @@ class CheckpointReader:
         self._directory = directory
         self._checksums = read_checksums(directory, small_files=small_files) if verify else None
         self.metadata = read_metadata(directory)
+        """torch's description: tensors, and the file and offset of each of their pieces."""
         self.places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data or {}
 
     def verify(self, places: Iterable[_StorageInfo]) -> None:

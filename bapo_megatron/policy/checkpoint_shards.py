@@ -64,14 +64,7 @@ class _Planner(MCoreSavePlanner):
 
 
 class ShardWriter:
-    """Writes this rank's part of a checkpoint.
-
-    Attributes:
-        pieces: Checksums of what was written, see ``checkpoint_files.Checksums``.
-        results: What was written where, when the writing has ended.
-        error: Why it ended early, if it did.
-        thread: Runs ``write`` beside training once it is started.
-    """
+    """Writes this rank's part of a checkpoint."""
 
     def __init__(
         self, state: dict[str, Any], directory: Path, groups: ProcessGroups, *, copies: bool
@@ -89,9 +82,13 @@ class ShardWriter:
         self._planner = _Planner()
         self._metadata: Metadata | None = None
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
+        """Runs ``write`` beside training once it is started."""
         self.pieces: dict[str, dict[str, str]] = defaultdict(dict)
+        """Checksums of what was written, see ``checkpoint_files.Checksums``."""
         self.results: list[WriteResult] = []
+        """What was written where, when the writing has ended."""
         self.error: Exception | None = None
+        """Why it ended early, if it did."""
         strategy = FullyParallelSaveStrategyWrapper(self, groups.data)
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True)
 

@@ -81,14 +81,9 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None]:
     """Apply the rule to each sequence of a packed batch, from a state of zeros.
 
-    Args:
-        query: [1, N, H, K].
-        key: [1, N, H, K].
-        value: [1, N, H, V].
-        g: [1, N, H], logarithm of the decay, at most 0.
-        beta: [1, N, H].
-        cu_seqlens: Ends of the sequences, after a 0.
-        options: What Megatron leaves off.
+    ``query`` and ``key`` are [1, N, H, K], ``value`` [1, N, H, V], ``beta`` and ``g``, the
+    logarithm of the decay, at most 0, [1, N, H]. ``cu_seqlens`` has the ends of the sequences,
+    after a 0; ``options`` are what Megatron leaves off.
 
     Returns:
         [1, N, H, V] in the query's type; computed in float32, or float64 if that is the query's.
@@ -126,10 +121,9 @@ def chunk_gated_delta_rule(
     )
     corrected, from_state = [], []
     # Step n has the n-th chunk of every sequence that is long enough, the longest first.
-    parts = (tensor.split(chunks_of_step) for tensor in (written, read, queries, keys_CHKJ))
-    for written_n, read_n, queries_n, keys_n, decay_n in zip(
-        *parts, whole_decay.split(chunks_of_step), strict=True
-    ):
+    wholes = (written, read, queries, keys_CHKJ, whole_decay)
+    parts = (tensor.split(chunks_of_step) for tensor in wholes)
+    for written_n, read_n, queries_n, keys_n, decay_n in zip(*parts, strict=True):
         state = state[: len(written_n)]
         corrected.append(written_n - read_n @ state)
         from_state.append(queries_n @ state)

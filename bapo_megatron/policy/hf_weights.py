@@ -136,9 +136,8 @@ def local_weights(
     chunks: Sequence[GPTModel], hf: HfConfig, groups: ProcessGroups
 ) -> list[tuple[Weight, Tensor]]:
     """Return this rank's parameters and buffers with their entries of the table, in its order."""
-    first_expert = (
-        groups.expert.rank() * (hf.experts.num // groups.expert.size()) if hf.experts else 0
-    )
+    per_rank = hf.experts.num // groups.expert.size() if hf.experts else 0
+    first_expert = groups.expert.rank() * per_rank
 
     def count_over_layer(match: re.Match[str]) -> str:
         expert = first_expert + int(match["expert"])
@@ -274,10 +273,9 @@ def _stored(reader: Any, name: str) -> Any:
         if not is_expert:
             raise
     expert, kind, _ = rest.split(".")
-    fused = reader.get_slice(
-        f"{layer}.experts.{'down_proj' if kind == 'down_proj' else 'gate_up_proj'}"
-    )
-    num_rows = fused.get_shape()[1] // (1 if kind == "down_proj" else 2)
+    is_down = kind == "down_proj"
+    fused = reader.get_slice(f"{layer}.experts.{kind if is_down else 'gate_up_proj'}")
+    num_rows = fused.get_shape()[1] // (1 if is_down else 2)
     return _ExpertRows(fused, int(expert), num_rows * (kind == "up_proj"), num_rows)
 
 

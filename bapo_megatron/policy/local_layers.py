@@ -111,9 +111,8 @@ class PackedRotaryEmbedding(nn.Module):
         """Return cosine and sine for MLA, [N, 1, D] each; YaRN scales them."""
         angles, factor = self.by_position(packed_seq_params.max_seqlen_q, packed_seq=packed_seq)
         angles_N1D = self._angles_by_token(angles, packed_seq_params, None)
-        return (factor * angles_N1D.cos()).to(self.dtype), (factor * angles_N1D.sin()).to(
-            self.dtype
-        )
+        cos, sin = factor * angles_N1D.cos(), factor * angles_N1D.sin()
+        return cos.to(self.dtype), sin.to(self.dtype)
 
     def _angles_by_token(
         self, angles_S11D: Tensor, packed_seq_params: PackedSequences, cp_group: Any

@@ -250,15 +250,11 @@ class Lora:
                 for name, parameter in chunk.named_parameters()
             }
             of_linear: dict[nn.Module, list[Adapter]] = {}
+            is_divided = chunk.config.sequence_parallel
             for weight, parameter in local_weights([chunk], hf, groups):
                 if adapted(weight, hf, config):
-                    adapter = lora.adapters[weight] = Adapter(
-                        weight,
-                        hf,
-                        config,
-                        groups,
-                        is_sequence_parallel=chunk.config.sequence_parallel,
-                    )
+                    adapter = Adapter(weight, hf, config, groups, is_sequence_parallel=is_divided)
+                    lora.adapters[weight] = adapter
                     of_linear.setdefault(owners[parameter], []).append(adapter)
             for linear, adapters in of_linear.items():
                 linear.register_forward_hook(partial(lora._add, adapters))

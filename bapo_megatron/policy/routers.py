@@ -119,14 +119,8 @@ class Routers:
         self._experts, self._groups = experts, groups
         is_divided = config.sequence_parallel
         self._part = (groups.tensor.rank(), groups.tensor.size()) if is_divided else (0, 1)
-        self._chunks = [
-            [
-                _RouterReplay(module, recomputes)
-                for module in chunk.modules()
-                if isinstance(module, TopKRouter)
-            ]
-            for chunk in chunks
-        ]
+        routers = ([m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks)
+        self._chunks = [[_RouterReplay(router, recomputes) for router in part] for part in routers]
         for router in self._all():
             router.module.router_replay = router
 
