@@ -206,10 +206,8 @@ class Run:
             if config.log.console:
                 model = self.state.model
                 if kept := find_kept(model.hf, model.model_dir):
-                    parts = set(
-                        re.findall(r"^(?:model\.)?(layers\.\d+|\w+)", "\n".join(kept), re.M)
-                    )
-                    names = ", ".join(sorted(parts))
+                    parts = re.findall(r"^(?:model\.)?(layers\.\d+|\w+)", "\n".join(kept), re.M)
+                    names = ", ".join(sorted(set(parts)))
                     show(f"{len(kept)} tensors ({names}) are not trained; exports keep them")
         with self.timer.phase("weight_sync"):
             self.generation.sync_weights()

@@ -363,13 +363,11 @@ class MicroBatchLoss:
         head = head_coefficients(
             self.objective, tokens, head_TK, sampler_TK, is_whole=self.is_whole_head
         )
-        drift_T1 = head.coefficient_TK.abs().sum(dim=1, keepdim=True)
+        summed = head._replace(coefficient_TK=head.coefficient_TK.abs().sum(dim=1, keepdim=True))
         if self.head_T is None:
             num_tokens = len(self.weight_T)
-            self.head_T = Head(
-                *(t.new_zeros(num_tokens, *t.shape[1:]) for t in (drift_T1, *head[1:]))
-            )
-        for kept, value in zip(self.head_T, (drift_T1, *head[1:]), strict=True):
+            self.head_T = Head(*(t.new_zeros(num_tokens, *t.shape[1:]) for t in summed))
+        for kept, value in zip(self.head_T, summed, strict=True):
             kept[part] = value
         scale_T = (weight_T * tokens.advantage).double()
         by_head_TK = scale_T[:, None] * head.coefficient_TK

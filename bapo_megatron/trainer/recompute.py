@@ -104,10 +104,9 @@ def measure_mismatch(
     with fail_together(groups, ValueError):
         _, micro_batches = shape.pack(sequences, chosen, nothing_B, nothing_B, routes=routes)
     values = torch.zeros(3, dtype=torch.float64, device=groups.device)
+    scored = model.forward_only(micro_batches, output.read)
     # No log-probs on any stage but the last.
-    for host_batch, (logprob_T, _) in zip(
-        micro_batches, model.forward_only(micro_batches, output.read), strict=False
-    ):
+    for host_batch, (logprob_T, _) in zip(micro_batches, scored, strict=False):
         micro_batch = on_device(host_batch, groups.device)
         mismatch_T = (logprob_T - micro_batch.rollout_logprob_T).abs()
         counts_T = (micro_batch.version_T == batch.version) & mismatch_T.isfinite()

@@ -168,18 +168,13 @@ class FrozenScorer:
             for split in splits:
                 columns = model.forward_only(split.micro_batches, read)
                 # No columns on any stage but the last.
-                micro_batches = [
+                micro_batches = tuple(
                     replace(micro_batch, columns={**micro_batch.columns, **values})
                     for micro_batch, values in zip(split.micro_batches, columns, strict=False)
-                ]
-                flops = sum(sequence_flops(model.hf).of(lengths[i]) for i in split.computed)
-                scored.append(
-                    replace(
-                        split,
-                        micro_batches=tuple(micro_batches) or split.micro_batches,
-                        scored_flops=split.scored_flops + flops,
-                    )
                 )
+                flops = sum(sequence_flops(model.hf).of(lengths[i]) for i in split.computed)
+                split = replace(split, scored_flops=split.scored_flops + flops)
+                scored.append(replace(split, micro_batches=micro_batches or split.micro_batches))
         if self.add_to_dump is not None and not is_filled:
             self.add_to_dump(self.name, tuple(scored), batch)
         return tuple(scored)

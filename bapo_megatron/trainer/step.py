@@ -360,8 +360,7 @@ def check(
         if not stage.decides_locally:
             decisions = decisions[:1] if settled.decision is None else settled.decision[None]
         for decision in decisions if stage.loaded.decision_size else ():
-            is_refused = stage.objective.refuses(decision)
-            if is_refused is not None:
+            if (is_refused := stage.objective.refuses(decision)) is not None:
                 verdict[NUM_FAULTS - 1] += is_refused
         if inputs.prediction is not None:
             assert settled.decision is not None, "it was collected, or follows from the loss pass"

@@ -214,10 +214,8 @@ class WeightBuckets:
             dtypes += [name] * len(weight.hf)
         layout = BucketLayout(tuple(shapes), tuple(dtypes), tuple(shapes.values()))
         flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=model.groups.device)
-        targets = unpack(layout, flat)
-        for (name, target), (gathered, tensor) in zip(
-            targets, self._model.gather_weights(self._plan[number]), strict=True
-        ):
+        weights = model.gather_weights(self._plan[number])
+        for (name, target), (gathered, tensor) in zip(unpack(layout, flat), weights, strict=True):
             assert name == gathered, "weights come in the order of the table"
             target.copy_(tensor)
         return Bucket(layout, flat, is_last=number + 1 == len(self))
