@@ -32,9 +32,6 @@ from bapo_megatron.runtime.files import MAX_LINE_BYTES, naming, open_regular, pa
 from bapo_megatron.runtime.processes import CLOSED_PIPE, run_async
 from bapo_megatron.types import FinishReason
 
-STANDARD_INPUT = Path("-")
-"""File name that stands for standard input."""
-
 _LINES_PER_WORKER = 16
 """Lines to read ahead."""
 _CHUNK_BYTES = 1 << 20
@@ -134,7 +131,7 @@ async def _lines(path: Path) -> AsyncIterator[tuple[str, bytes]]:
     """The lines that are not blank, with their places, as soon as they can be read."""
     name, number, rest = str(path), 0, b""
     # Unbuffered: a thread that still reads at exit would hold the buffer's lock.
-    if path != STANDARD_INPUT:
+    if path != Path("-"):
         stream = open_regular(path).detach()
     elif sys.stdin is not None:
         name, stream = "standard input", io.FileIO(sys.stdin.fileno(), closefd=False)

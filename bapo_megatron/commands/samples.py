@@ -102,12 +102,16 @@ def inspect_step(
 def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any]:
     """A response; prompt, answer and the parts' texts are None where the dump has no texts."""
     text = step.text(sample)
-    parts = [
-        (sequence.number, number, len(part))
+    parts: list[dict[str, Any]] = [
+        {
+            **({"sequence": sequence.number} if sequence.number else {}),
+            "author": ("policy", "environment")[number % 2],
+            "num_tokens": len(part),
+            "text": None,
+        }
         for sequence in sample.sequences
         for number, part in enumerate(sequence.segments())
     ]
-    turns: Sequence[str | None] = [None] * len(parts)
     if text is not None:
         turns = text.turns or (text.response_text,)
         if len(turns) != len(parts):
@@ -115,6 +119,8 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
                 f"{texts_path(path)}: {sample.place} has {len(turns)} texts of {len(parts)} parts; "
                 "give the dump that they belong to"
             )
+        for part, turn in zip(parts, turns, strict=True):
+            part["text"] = turn
     # A reward that extracts no answer does not say that there is none.
     extracts = text is None or bool(text.extracted) or not sample.answer_found
     num_trained = np.count_nonzero(step.trains(sample)) if step.has_gradient(sample) else 0
@@ -137,15 +143,7 @@ def _shown_sample(path: Path, step: DumpedStep, sample: Sample) -> dict[str, Any
         "trained_tokens": int(num_trained),
         "written_tokens": sample.episode_tokens - sample.episode_sampled,
         "prompt": None if text is None else text.prompt_text,
-        "parts": [
-            {
-                **({"sequence": sequence} if sequence else {}),
-                "author": ("policy", "environment")[number % 2],
-                "num_tokens": length,
-                "text": turn,
-            }
-            for (sequence, number, length), turn in zip(parts, turns, strict=True)
-        ],
+        "parts": parts,
     }
 
 

@@ -15,7 +15,6 @@ def is_pattern(path: Path) -> bool:
 
 UNSCORED_TASKS = ("boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour")
 """Tasks of reasoning-gym that have no reference answer, and score the one they give 0."""
-MAX_GYM_SIZE = 100_000
 
 
 class GymTaskConfig(Section):
@@ -59,7 +58,7 @@ class DatasetConfig(Section):
     gym: tuple[GymTaskConfig, ...] = ()
     """Instead of ``path``: tasks of reasoning-gym, whose problems are generated at the start and
     scored by the reward function ``gym``."""
-    size: int | None = Field(None, ge=1, le=MAX_GYM_SIZE)
+    size: int | None = Field(None, ge=1, le=100_000)
     """Number of problems of ``gym``."""
     seed: int = Field(0, ge=0, lt=4096)
     """Seed of the problems of ``gym``. Whatever it is, training sets and evaluation sets have no

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import json
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, StrictBool
@@ -133,7 +133,7 @@ def _checked_step(step: Any) -> list[Any]:
         raise ValueError(
             "a step must do one of three things: write messages, write token_ids, or be done"
         )
-    written = replace(written, messages=[checked_message(m) for m in written.messages])
-    values = astuple(written)
+    messages = [checked_message(message) for message in written.messages]
+    values = [messages, written.token_ids, written.is_done, written.counts]
     json.dumps(values, ensure_ascii=False).encode()  # refuses lone surrogates
     return [step.state, *values]

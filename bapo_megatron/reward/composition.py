@@ -53,7 +53,10 @@ class Rewards:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        await self.close()
+        """End every worker and connection."""
+        await asyncio.gather(
+            self.pool.close(), *(service.close() for service in self._services.values())
+        )
 
     @property
     def group_names(self) -> tuple[str, ...]:
@@ -78,12 +81,6 @@ class Rewards:
             names = await self.pool.start()
             self._groups = tuple(entry for entry in entries if entry.function in names)
             self._singles = tuple(entry for entry in entries if entry.function not in names)
-
-    async def close(self) -> None:
-        """End every worker and connection. Safe to call twice."""
-        await asyncio.gather(
-            self.pool.close(), *(service.close() for service in self._services.values())
-        )
 
     async def score(self, response: Response) -> Score:
         """Return Σ weight · reward over the functions of single responses, without shaping.

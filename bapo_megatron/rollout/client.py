@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.dump import dump_path, read_encoded
@@ -295,10 +295,8 @@ class ReplaySource:
     directory: Path
     """Its ``<run_dir>/rollouts``."""
 
-    @property
-    def weights(self) -> None:
-        """None: there are no servers."""
-        return None
+    weights: ClassVar[None] = None
+    """There are no servers."""
 
     def wait_ready(self, *_: Any, **__: Any) -> None:
         """Do nothing, as all calls that are only about servers."""

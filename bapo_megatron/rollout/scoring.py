@@ -60,7 +60,7 @@ class TeacherPool:
         """Requests that moved to another engine because theirs failed."""
         self.num_waiting = 0
         """Samples that are not scored yet."""
-        self._top_k = config.top_k if config.loss == "top_k" else 0
+        self._top_k = config.num_top
         self._rollout = with_values(rollout, health={"patience_s": config.teacher.patience_s})
         self._vocab_size = vocab_size
         self._states = TeacherStates((), rollout)

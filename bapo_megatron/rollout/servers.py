@@ -87,7 +87,7 @@ class ColocatedServers:
 
     supervisor: ServerSupervisor
     pool: EnginePool
-    generation: Pausable | None
+    generation: Pausable
     timeout_s: float
     _starts_at_release: dict[EngineServer, int] = field(default_factory=dict)
     """``num_starts`` of each server when it released its memory; a later process never did."""
@@ -109,7 +109,7 @@ class ColocatedServers:
 
     async def pause(self) -> bool:
         """Pause generation and restore memory for new weights; see ``Pausable.pause``."""
-        was_running = self.generation is not None and await self.generation.pause()
+        was_running = await self.generation.pause()
         await self._restore_memory(MemoryPart.WEIGHTS)
         self.supervisor.allow_restarts()
         return was_running
@@ -119,8 +119,7 @@ class ColocatedServers:
         await self._restore_memory(MemoryPart.CACHE)
         self._starts_at_release.clear()
         self.pool.states.memory_is_released = False
-        if self.generation is not None:
-            await self.generation.resume()
+        await self.generation.resume()
 
     async def _restore_memory(self, part: MemoryPart) -> None:
         released = [

@@ -53,14 +53,12 @@ class SandboxedProcess:
             theirs.callback(os.close, status_end)
             block_end, block = os.pipe()
             theirs.callback(os.close, block_end)
-            filter_end = _pipe_with(seccomp)
+            filter_end, writer = os.pipe()
             theirs.callback(os.close, filter_end)
-            options = zip(
-                ("--json-status-fd", "--block-fd", "--seccomp"),
-                (status_end, block_end, filter_end),
-                strict=True,
-            )
-            arguments = [word for name, end in options for word in (name, str(end))]
+            with os.fdopen(writer, "wb") as stream:
+                stream.write(seccomp)  # less than a pipe holds
+            arguments = ["--json-status-fd", str(status_end), "--block-fd", str(block_end)]
+            arguments += ["--seccomp", str(filter_end)]
             self._status = os.fdopen(status, "rb")
             self.process = subprocess.Popen(
                 [*command, *arguments, *program],
@@ -195,13 +193,6 @@ def _refused(said: str) -> SandboxError:
         f"bubblewrap does not start: {said.removeprefix(_SAID)}; it needs unprivileged user "
         "namespaces, and read access to sandbox.python and sandbox.read_only (docs/security.md)"
     )
-
-
-def _pipe_with(content: bytes) -> int:
-    reader, writer = os.pipe()
-    with os.fdopen(writer, "wb") as stream:
-        stream.write(content)  # less than a pipe holds
-    return reader
 
 
 class Exchange:

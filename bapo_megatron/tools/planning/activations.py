@@ -59,7 +59,7 @@ def layer_tensors(
     """Return the bytes per token that one layer keeps, with attention or a delta net, by tensor."""
     hf, mlp = case.hf, mlp_bytes(case)
     tensors = {
-        "norms and inputs of the two products": 2 * norm_bytes(case),
+        "norms and inputs of the two products": 2 * norm_bytes(case, hf.hidden_size),
         **(_attention_tensors(case, recompute) if has_attention else delta_tensors(case)),
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
@@ -126,7 +126,7 @@ def _latent_tensors(case: Scenario, recompute: Literal["none", "selective"]) -> 
     assert case.hf.latent is not None
     latent, heads = case.hf.latent, case.hf.num_heads
     ranks = (latent.query_rank or 0, latent.key_value_rank)
-    norms = sum(_normed_bytes(case, rank) for rank in ranks if rank)
+    norms = sum(norm_bytes(case, rank) for rank in ranks if rank)
     if case.assumptions.layers == "local":  # the input is a part of what has the rotated key too
         norms += case.element_bytes * latent.rotary_dim / case.layout.sequence_ranks
     return {
@@ -145,14 +145,9 @@ def mlp_bytes(case: Scenario) -> float:
     experts = case.hf.experts
     if experts is None:
         return case.divided_bytes(case.hf.intermediate_size)
-    return _visited_bytes(case) + case.divided_bytes(experts.shared_intermediate_size)
-
-
-def _visited_bytes(case: Scenario) -> float:
-    experts = case.hf.experts
-    assert experts is not None
     visited = case.element_bytes * experts.per_token * experts.intermediate_size
-    return visited / case.layout.sequence_ranks
+    shared = case.divided_bytes(experts.shared_intermediate_size)
+    return visited / case.layout.sequence_ranks + shared
 
 
 def _kind_bytes(case: Scenario, recompute: Literal["none", "selective"]) -> list[float]:
@@ -190,16 +185,12 @@ def delta_tensors(case: Scenario) -> dict[str, float]:
     return tensors
 
 
-def norm_bytes(case: Scenario) -> float:
-    """Return the bytes per token that a norm of the hidden states and the GEMM after it keep.
+def norm_bytes(case: Scenario, channels: int) -> float:
+    """Return the bytes per token that a norm and the GEMM after it keep.
 
     The norm's input (local zero-centered norms: in float32), its output, which is the product's
     input, and 1/rms in float32.
     """
-    return _normed_bytes(case, case.hf.hidden_size)
-
-
-def _normed_bytes(case: Scenario, channels: int) -> float:
     input_bytes = case.element_bytes
     if case.assumptions.layers == "local" and case.hf.zero_centered_norms:
         input_bytes = FLOAT32_BYTES
@@ -244,7 +235,7 @@ def logits_bytes(case: Scenario, tokens: int) -> float:
     """
     hidden, layout = case.hf.hidden_size, case.layout
     row = case.divided_bytes(padded_vocab_size(case.hf.vocab_size, layout.tensor))
-    final_norm = tokens * norm_bytes(case)
+    final_norm = tokens * norm_bytes(case, hidden)
     gathered = tokens * case.whole_hidden_bytes if layout.sequence_ranks > 1 else 0
     if case.config.ops.logits_chunk_tokens:
         chunk = min(case.config.ops.logits_chunk_tokens, tokens)

@@ -101,7 +101,8 @@ def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str
     # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.
     assert measured["saved"][case]["per_4_layers"] == pytest.approx(layers, rel=1e-6)
     # Token ids (8 bytes each), and a cosine and a sine for each of 32 channels.
-    beside = measured["saved"][case]["total"] - layers - norm_bytes(run) * TOKENS
+    norm = norm_bytes(run, run.hf.hidden_size) * TOKENS
+    beside = measured["saved"][case]["total"] - layers - norm
     assert 0 <= beside <= (8 + 2 * 4 * 32) * TOKENS + 1024
     # The workspace is an estimate: which temporaries live at the same time is autograd's order.
     passing = (recomputed_bytes(run) + workspace_bytes(run)) * TOKENS + stacked_bytes(run)
