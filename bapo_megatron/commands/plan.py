@@ -25,12 +25,7 @@ from bapo_megatron.tools.planning.memory import (
     OPTIMIZER_BYTES,
     StageMemory,
 )
-from bapo_megatron.tools.planning.plan import (
-    ESTIMATED,
-    Plan,
-    PlanOptions,
-    make_plan,
-)
+from bapo_megatron.tools.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
 from bapo_megatron.tools.planning.scenario import MAX_GPUS
 
 _MAX_LAYOUTS = 12

@@ -16,13 +16,7 @@ from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
 from bapo_megatron.data.dump import texts_path
 from bapo_megatron.telemetry.console import print_entry, uncut_console
-from bapo_megatron.tools.report.rollouts import (
-    ORDERS,
-    DumpedStep,
-    Order,
-    dump_files,
-    read_step,
-)
+from bapo_megatron.tools.report.rollouts import ORDERS, DumpedStep, Order, dump_files, read_step
 from bapo_megatron.types import FinishReason, Sample
 
 

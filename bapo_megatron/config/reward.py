@@ -51,10 +51,7 @@ class RewardFunctionConfig(Section):
     """Its name in metrics: ``reward/<name>``."""
     weight: float = 1.0
     """Factor of its reward in the sum."""
-    function: Annotated[
-        str | None,
-        built_in_or_own(BUILT_IN_FUNCTIONS, "function"),
-    ] = None
+    function: Annotated[str | None, built_in_or_own(BUILT_IN_FUNCTIONS, "function")] = None
     """``math``; ``math_verify`` (math-verify alone); ``program`` (tests for code,
     docs/rewards.md); ``gym`` (scorers of the tasks of ``data.train.gym``); or
     ``package.module:function`` (a static method: ``package.module:Class.method``); run by the

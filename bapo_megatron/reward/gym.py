@@ -91,10 +91,7 @@ def grade(response: str, answer: str, row: Mapping[str, Any]) -> Score:
         forms = [form for form in forms if allowed.fullmatch(form) or form == answer]
         if not forms:
             return replace(wrong, reason="not_evaluated")
-    entry = {
-        "answer": answer,
-        "metadata": _with_tuples(metadata) if name in _TUPLES else metadata,
-    }
+    entry = {"answer": answer, "metadata": _with_tuples(metadata) if name in _TUPLES else metadata}
     task = _task(name, json.dumps(options))
     reward, has_failed = 0.0, False
     for form in dict.fromkeys(forms):

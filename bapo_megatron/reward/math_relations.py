@@ -37,10 +37,7 @@ SameValue = Callable[[Any, Any], bool]
 
 _TOLERANCE = 1e-40
 _UNKNOWNS = ("x", "y")
-_SWAPPED = {
-    sympy.StrictLessThan: sympy.StrictGreaterThan,
-    sympy.LessThan: sympy.GreaterThan,
-}
+_SWAPPED = {sympy.StrictLessThan: sympy.StrictGreaterThan, sympy.LessThan: sympy.GreaterThan}
 
 
 def relations_of(expression: Any) -> tuple[Relational, ...] | None:

@@ -35,14 +35,7 @@ from bapo_megatron.reward.math_relations import (
     is_answer,
     relations_of,
 )
-from bapo_megatron.reward.math_structures import (
-    beside,
-    cases,
-    kind_of,
-    nesting,
-    spelled_out,
-    split,
-)
+from bapo_megatron.reward.math_structures import beside, cases, kind_of, nesting, spelled_out, split
 from bapo_megatron.reward.math_text import OF_AN_ANGLE, as_number
 from bapo_megatron.reward.math_values import (
     differ,

@@ -20,13 +20,7 @@ from typing import Any, Self
 
 from bapo_megatron.data.record import Record, call_rewards
 from bapo_megatron.reward.base import Response, Score
-from bapo_megatron.types import (
-    FinishReason,
-    Group,
-    Prompt,
-    Sample,
-    SampleText,
-)
+from bapo_megatron.types import FinishReason, Group, Prompt, Sample, SampleText
 
 _NEVER = 2**31 - 1
 """More tokens than any response has."""

@@ -17,12 +17,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import TEACHER_KEY, DistillationConfig
 from bapo_megatron.config.section import with_values
 from bapo_megatron.config.teacher import as_policy, naming_teacher, teacher_text
-from bapo_megatron.data.token_columns import (
-    COLUMNS,
-    TEACHER,
-    TEACHER_TOP_IDS,
-    TEACHER_TOP_LOGPROBS,
-)
+from bapo_megatron.data.token_columns import COLUMNS, TEACHER, TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from bapo_megatron.engine.base import Engine, Scores
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.engine.pooled import PooledEngine, TeacherStates

@@ -17,12 +17,7 @@ from bapo_megatron.evaluation.estimators import (
     paired_difference,
     student_interval,
 )
-from bapo_megatron.evaluation.results import (
-    is_shown,
-    limits_of,
-    read_results,
-    values_by_problem,
-)
+from bapo_megatron.evaluation.results import is_shown, limits_of, read_results, values_by_problem
 from bapo_megatron.evaluation.samples import ResultsError
 from bapo_megatron.types import EvalProblem, EvalResult
 

@@ -28,12 +28,7 @@ from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.record import Completion, join
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.data.token_columns import SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS
-from bapo_megatron.engine.base import (
-    Capabilities,
-    GenerateRequest,
-    LoadReport,
-    Scores,
-)
+from bapo_megatron.engine.base import Capabilities, GenerateRequest, LoadReport, Scores
 from bapo_megatron.engine.sglang.settings import ALGORITHMS, VERSION
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan

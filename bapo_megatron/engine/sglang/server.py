@@ -22,12 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.engine.base import (
-    NO_WEIGHTS,
-    START_VERSION,
-    Engine,
-    Readiness,
-)
+from bapo_megatron.engine.base import NO_WEIGHTS, START_VERSION, Engine, Readiness
 from bapo_megatron.engine.sglang import SHARED_FILES
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key

@@ -20,10 +20,7 @@ _ALL_NUMBERS = 500_000
 _MAX_OWN_PANELS = 8
 """Limit of the panels with one metric of a reward function; the page can draw the others."""
 _MIN_PHASE_SHARE = 0.0005
-_AXES = {
-    "trained tokens": "train/trained_tokens",
-    "generated tokens": "rollout/generated_tokens",
-}
+_AXES = {"trained tokens": "train/trained_tokens", "generated tokens": "rollout/generated_tokens"}
 """Metric whose sum is on an axis."""
 
 

@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron import __version__
-from bapo_megatron.tools.report.figures import (
-    metric_curves,
-    panels_of,
-    phases_of,
-    progress_of,
-)
+from bapo_megatron.tools.report.figures import metric_curves, panels_of, phases_of, progress_of
 from bapo_megatron.tools.report.overview import (
     card_of,
     difference_table,
