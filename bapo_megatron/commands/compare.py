@@ -96,7 +96,6 @@ def _show(comparisons: Sequence[Comparison]) -> None:
 
 
 def _results_of(path: Path) -> list[EvalResult]:
-    """Return a run's newest results, or those in a file."""
     file = newest_results(path) if path.is_dir() else path
     if file is None:
         raise ResultsError(f"{path}: holds no evaluation; give a run that has been evaluated")

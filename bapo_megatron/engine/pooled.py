@@ -295,7 +295,6 @@ class EngineStates:
             self._move(pooled, EngineState.LOST, reason)
 
     def _judge(self, pooled: PooledEngine) -> None:
-        """Set an engine usable or stale, by its version."""
         if pooled.version == str(self._version):
             self._move(pooled, EngineState.USABLE, "")
         else:

@@ -19,8 +19,6 @@ _ASK_INTERVAL_S = 1.0
 
 @dataclass
 class _Supervised:
-    """A server and its state."""
-
     server: EngineServer
     is_ready: bool = False
     was_ready: bool = False

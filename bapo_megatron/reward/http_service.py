@@ -86,7 +86,6 @@ class HttpReward:
         return await future
 
     async def _send_waiting(self) -> None:
-        """Send batch after batch until nothing waits."""
         await asyncio.sleep(self._config.gather_s)  # so that a batch has more than the first
         while self._waiting:
             size = min(self._config.batch_size, len(self._waiting))
@@ -165,7 +164,6 @@ def _fail(waiting: Iterable[Waiting], error: RewardError) -> None:
 
 
 def _item(response: Response) -> dict[str, Any]:
-    """One response of a request's body."""
     item = asdict(response)
     item["response"] = item.pop("text")
     return item

@@ -215,7 +215,6 @@ class EnginePool:
             ) from error
 
     async def _still_serves(self, pooled: PooledEngine) -> bool:
-        """Whether an engine still answers with the same weights."""
         try:
             return await pooled.engine.version(self._config.health.timeout_s) == pooled.version
         except RolloutError:

@@ -198,14 +198,11 @@ def _cached_shape(config: Any) -> tuple[int, int, int]:
 
 def _state_shapes(config: Any, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and type of the parts of a row's state: [D, S], and one state per value head."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    heads = (
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-    )
-    return [((2 * keys + values, config.linear_conv_kernel_dim), dtype), (heads, torch.float32)]
+    key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
+    num_heads, width = config.linear_num_value_heads, config.linear_conv_kernel_dim
+    num_channels = 2 * config.linear_num_key_heads * key_size + num_heads * value_size
+    state_shape = (num_heads, key_size, value_size)
+    return [((num_channels, width), dtype), (state_shape, torch.float32)]
 
 
 class RecurrentPadding:

@@ -354,9 +354,7 @@ class Decoder:
         responses = [*kept, *new]
         lengths = [len(response.token_ids) - 1 for response in responses]
         end = max(lengths)
-        num_needed = max(
-            length + response.remaining for length, response in zip(lengths, responses, strict=True)
-        )
+        num_needed = max(len(r.token_ids) - 1 + r.remaining for r in responses)
         num_columns = min(num_needed, end + max(end, _MIN_FREE_COLUMNS))
         num_rows = _round_up(len(responses))
         old_cache = None if old is None else old.cache

@@ -5,7 +5,7 @@ version that the server holds when it sends the event. Only the last event says 
 sampled which token (``weight_versions``). A piece is passed on as soon as its version is certain:
 versions only grow, so while all events have the version with which the request was sent, no other
 one can have sampled their tokens. The first event with another version and all later ones are held
-back until the last event.
+back until the last event. A log-prob that is null stands for NaN, and becomes NaN again here.
 
 R = tokens of a piece, or scored tokens; K = likeliest tokens at a position.
 """
@@ -205,7 +205,6 @@ def _parse_logprobs(rows: list[list[Any]], token_ids: np.ndarray, position: int)
         raise ValueError(
             f"log-probs of {len(rows)} tokens do not belong to its {len(token_ids)} tokens"
         )
-    # JSON null stands for NaN, and becomes NaN again here.
     logprobs = np.asarray(values, dtype=np.float32)
     unusable = np.flatnonzero(~np.isfinite(logprobs))
     if len(unusable):
@@ -228,7 +227,6 @@ def _parse_likeliest(
             f"{shape[0]}"
         )
     entries = list(chain.from_iterable(rows))
-    # JSON null stands for NaN, and becomes NaN again here.
     logprobs_RK = np.array([entry[0] for entry in entries], np.float32).reshape(shape)
     ids_RK = np.array([entry[1] for entry in entries], np.int32).reshape(shape)
     usable_R = (np.isfinite(logprobs_RK) & (ids_RK >= 0)).all(axis=1)
@@ -282,7 +280,6 @@ def parse_scores(
             f"log-probs of {len(rows)} input tokens do not belong to the {len(expected)} that "
             "were sent"
         )
-    # JSON null stands for NaN, and becomes NaN again here.
     logprobs = np.array([row[0] for row in rows[1:]], dtype=np.float32)
     shape = (len(logprobs), top_k)
     if not top_k:

@@ -424,14 +424,13 @@ def _candidates(
         for estimate in _simplest_first(plan.layouts):
             if divided.model.lora.rank and hf.delta_net and estimate.layout.tensor > 1:
                 continue  # see check_targets
-            tokens = -(-config.train.max_tokens_per_micro_batch // estimate.layout.context)
+            divisor = _TOKENS_MULTIPLE * estimate.layout.context
+            multiples = -(-config.train.max_tokens_per_micro_batch // divisor)
             candidate = with_values(
                 divided,
                 parallel=estimate.layout.parallel,
                 megatron={"recompute": estimate.recompute},
-                train={
-                    "max_tokens_per_micro_batch": -(-tokens // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE
-                },
+                train={"max_tokens_per_micro_batch": multiples * _TOKENS_MULTIPLE},
             )
             yield candidate, placed
 

@@ -88,7 +88,6 @@ def _words(run: RunRecord) -> str:
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
-    """The headline figures by label."""
     last_step = run.steps[-1] if run.steps else 0
     total = run.settings.get("train.steps")
     figures = {"steps": f"{last_step:,}{f' of {total:,}' if isinstance(total, int) else ''}"}

@@ -63,8 +63,6 @@ exit "$status"
 
 @dataclass(frozen=True, slots=True)
 class _Active:
-    """A run in progress."""
-
     run: PlannedRun
     slot: int
     process: subprocess.Popen[bytes]
