@@ -11,6 +11,7 @@ resumes ``BatchCollector`` (or ``ColocatedServers`` around it), and updates ``En
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
 import logging
@@ -383,11 +384,7 @@ class _WarningsToClient(logging.Handler):
 async def serve(connection: socket.socket) -> None:
     """Answer calls, one at a time, until the client is gone."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=_MAX_MESSAGE_BYTES)
-
-    def send(message: calls.Reply) -> None:
-        if not writer.is_closing():  # else asyncio would warn, and the warning would be sent
-            writer.write(calls.encode(message))
-
+    send = functools.partial(_send, writer)
     logging.getLogger().addHandler(_WarningsToClient(send))
     collector = Collector(send)
     requests: asyncio.Queue[calls.Request] = asyncio.Queue()
@@ -414,6 +411,11 @@ async def serve(connection: socket.socket) -> None:
             answering.cancel()
     finally:
         await collector.close()
+
+
+def _send(writer: asyncio.StreamWriter, message: calls.Reply) -> None:
+    if not writer.is_closing():  # else asyncio would warn, and the warning would be sent
+        writer.write(calls.encode(message))
 
 
 def collect_garbage_rarely() -> None:

@@ -404,7 +404,6 @@ class Episodes:
         else:
             before, affinity = episode.num_tokens - call.num_tokens, group_id
         prompt, stop_at = call.prompt().tolist(), 0
-        text_of = functools.partial(self.interaction.renderer.decode, skips_special=True)
 
         def plan() -> GenerateRequest | None:
             nonlocal stop_at
@@ -429,7 +428,7 @@ class Episodes:
                 # Of the round, unless it is that of the call.
                 part = replace(part, finish_reason=FinishReason.ABORT)
             has_more = part.finish_reason is FinishReason.ABORT
-            part = call.until_stop(part, text_of)  # as agents see it
+            part = call.until_stop(part, self._text)
             call.append(part)
             self.generated_tokens += len(part.token_ids)
             if has_more and part.finish_reason is FinishReason.STOP_STRING:
@@ -437,3 +436,7 @@ class Episodes:
 
         was_sent = await self.pool.generate(plan, take, affinity)
         self.resumed_samples += is_resumed and was_sent
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of sampled tokens, as agents see it."""
+        return self.interaction.renderer.decode(token_ids, skips_special=True)
