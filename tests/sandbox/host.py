@@ -7,6 +7,7 @@ readable by root alone.
 """
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -73,6 +74,7 @@ def children(pid: int | str = "self") -> list[int]:
 
 def traces() -> list[object]:
     """What a sandbox could leave: processes, control groups, files, descriptors."""
+    gc.collect()  # else descriptors of earlier tests may be closed between two calls
     files = [path for folder in ("/tmp", "/dev/shm", "/run") for path in Path(folder).iterdir()]
     named = {path for path in files if re.search("bapo_megatron_sandbox|bwrap|bubble", path.name)}
     return [children(), abandoned(), named, len(list(Path("/proc/self/fd").iterdir()))]
