@@ -11,6 +11,7 @@ program raises its reward, or a process is left; a run that fails raises.
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -40,6 +41,7 @@ SETTINGS = (
     "eval.sets=[]",
 )
 NAMES = list(HOSTILE)
+_OF_AGENTS = r"\bbwrap\b|Runs agents|AGENT = os\.getppid"
 
 
 def attack(line: int) -> str:
@@ -75,6 +77,12 @@ def compare(alone: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[s
     return {**counts, "hostile": ends.total(), "ends": dict(ends)}
 
 
+def left() -> list[int]:
+    """Return the processes that are agents' sandboxes, workers or programs, whoever's."""
+    commands = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
+    return [pid for pid, text in commands.items() if re.search(_OF_AGENTS, text)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train twice, compare and report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -86,12 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutil.copyfile(agents.__file__, scratch / "boxed.py")
         os.environ["PYTHONPATH"] = f"{scratch}:{os.environ.get('PYTHONPATH', '')}"
         make_tiny(scratch / "tiny", 0)
-        before = set(psutil.pids())
         alone = responses(scratch, "alone", options.steps, has_hostile=False)
         beside = responses(scratch, "beside", options.steps, has_hostile=True)
         report = compare(alone, beside)
-        new = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
-        report["left"] = [p.info["cmdline"] for p in new if "boxed" in str(p.info["cmdline"])]
+        report["left"] = left()
     sys.stdout.write(json.dumps(report, indent=1) + "\n")
     return int(bool(report["changed"] or report["gained"] or report["left"]))
 
