@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from bapo_megatron.evaluation.estimators import difference_over_seeds, holm
 from bapo_megatron.runtime.files import atomic_write_text
-from examples.study.shards import Shard, best_rates, path_of, read_shards, run_shards
-from examples.study.tier_d_run import Setting, train
+from examples.study.shards import Shard, best_rates, read_shards, run_shards
+from examples.study.tier_d_run import CURVE_STEPS, Setting, train
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,40 +30,40 @@ LAGS = (0, 4, 8)
 TASKS = tuple(range(24, 32))
 STEPS, EARLY = 1200, 60
 """Steps of a run, and the step from which its entropy is compared."""
+_EARLY_POINT = EARLY // CURVE_STEPS - 1
+"""Its place in a curve of entropy, which has no point before the first step."""
 MAXIMA = (0.9, 3.0)
 CONTRASTS = ("bapo", "corner", "bapo − grpo", "bapo − corner", "bapo − yoked")
 
 
-def compute(arm: str, rates: dict[int, float], steps: int) -> list[dict[str, Any]]:
+def compute(arm: str, rates: dict[int, float]) -> list[dict[str, Any]]:
     """Every run of an arm."""
     rows = []
     for lag, rate in rates.items():
-        setting = Setting(arm, lag, learning_rate=rate, steps=steps)
+        setting = Setting(arm, lag, learning_rate=rate, steps=STEPS)
         for task in TASKS:
             history = train(setting, task, 0)
-            late = history.bounds[len(history.bounds) * EARLY // steps :]
+            late = history.bounds[len(history.bounds) * EARLY // STEPS :]
             share = np.mean([np.allclose(pair, MAXIMA) for pair in late]) if late else None
             rows.append(asdict(setting) | {"task": task, "at_maxima": share} | history.row())
     return rows
 
 
-def run_all(directory: Path, jobs: int, steps: int = STEPS) -> None:
+def run_all(directory: Path, jobs: int) -> None:
     """Compute what is missing: a shard per arm."""
-    shards = []
-    for arm in ARMS:
-        best = best_rates(
-            pq.read_table(path_of(directory / "tuning", arm)).to_pylist(), "bits", "lag"
-        )
-        shards.append(Shard(arm, compute, (arm, {lag: best[0, lag] for lag in LAGS}, steps)))
+    best = best_rates(read_shards(directory / "tuning"), "arm", "bits", "lag")
+    shards = [Shard(arm, compute, (arm, {lag: best[arm, 0, lag] for lag in LAGS})) for arm in ARMS]
     run_shards(shards, directory / "long", jobs)
 
 
 def rise(rows: list[dict[str, Any]], arm: str, lags: tuple[int, ...] = LAGS) -> NDArray[np.float64]:
     """Entropy at the end minus that after step ``EARLY``, nats, mean over lags, [I]."""
     chosen = [[row for row in rows if (row["arm"], row["lag"]) == (arm, lag)] for lag in lags]
-    early = EARLY // 5 - 1  # a point every five steps, from the fifth
     rises = [
-        [row["entropy"][-1] - row["entropy"][early] for row in sorted(of, key=lambda r: r["task"])]
+        [
+            row["entropy"][-1] - row["entropy"][_EARLY_POINT]
+            for row in sorted(of, key=lambda row: row["task"])
+        ]
         for of in chosen
     ]
     mean_I: NDArray[np.float64] = np.mean(rises, axis=0)
@@ -100,9 +99,10 @@ def tables(rows: list[dict[str, Any]]) -> str:
     for arm in ARMS:
         for lag in LAGS:
             of = [row for row in rows if (row["arm"], row["lag"]) == (arm, lag)]
-            early = EARLY // 5 - 1
-            top = np.mean([max(row["entropy"][early:]) - row["entropy"][early] for row in of])
-            reward = [np.mean([r["expected_reward"][n] for r in of]) for n in (early + 1, -1)]
+            later = [row["entropy"][_EARLY_POINT:] for row in of]
+            top = np.mean([max(curve) - curve[0] for curve in later])
+            points = (_EARLY_POINT + 1, -1)  # rewards are of the start, too
+            reward = [np.mean([row["expected_reward"][n] for row in of]) for n in points]
             share = "" if arm == "grpo" else f"{np.mean([row['at_maxima'] for row in of]):.0%}"
             lines.append(
                 f"| {arm}, {lag} | {rise(rows, arm, (lag,)).mean():+.3f} | {top:+.3f} | "

@@ -35,7 +35,7 @@ FIXED = {"grpo": (0.8, 1.2), "corner": (0.9, 3.0)}
 """Clipped arms with fixed bounds; ``bapo`` searches its own, ``yoked`` has those of another run."""
 WEIGHTS = ("grpo", "corner", "bapo", "yoked", "reinforce", "truncated", "masked")
 ARMS = (*WEIGHTS, *(f"{name}_centered" for name in ("bapo", "reinforce", "truncated", "masked")))
-_CURVE_STEPS = 5
+CURVE_STEPS = 5
 """Steps between two points of a curve."""
 
 
@@ -131,7 +131,7 @@ def train(setting: Setting, task_seed: int, seed: int) -> History:
             if len(batch.response_T):
                 _update(batch, setting.arm, choose, task.features_CK, sampler_CDA, optimizer, run)
         weights = [*weights, optimizer.weight_DKA.copy()][-(setting.lag + 1) :]
-        if step % _CURVE_STEPS == 0 or step == setting.steps:
+        if step % CURVE_STEPS == 0 or step == setting.steps:
             policy_CDA = task.log_policy(weights[-1])
             run.expected_reward.append(task.expected_reward(policy_CDA))
             run.entropy.append(entropy(policy_CDA, samples))
