@@ -183,9 +183,13 @@ PROGRAM = textwrap.dedent(
     class Anything:
         pass
 
+    def wait():
+        for _ in range(6000):  # a signal that comes just before a sleep begins waits for its end
+            time.sleep(0.01)
+
     def wait_for_signal(_):
         print("in the callback", flush=True)
-        time.sleep(60)
+        wait()
 
     def set_slowly(*arguments, set_timer=signal.setitimer):
         signal.setitimer = set_timer
@@ -202,7 +206,7 @@ PROGRAM = textwrap.dedent(
             thing = Anything()
             reference = weakref.ref(thing, wait_for_signal)
             del thing  # an exception of the callback is dropped by Python
-        time.sleep(60)
+        wait()
     finally:
         print("cleaned up", flush=True)
     """

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from bapo_megatron.config.load import ConfigError, dump_yaml
+from bapo_megatron.config.load import (
+    ConfigError,
+    dump_yaml,
+    load_config,
+    parse_section,
+    read_mapping,
+)
 from bapo_megatron.tools.sweep import file as sweep_file
-from bapo_megatron.tools.sweep.file import load_sweep
+from bapo_megatron.tools.sweep.file import SweepConfig, load_sweep
 from tests.launch import REPOSITORY
 from tests.tools.sweep.files import VARIANTS, write_sweep
 
@@ -42,6 +48,21 @@ def test_several_ranks_are_started_by_torchrun(base: Path, tmp_path: Path) -> No
     # Data parallelism is what the ranks allow beyond the layout.
     sweep = load_sweep(write_sweep(tmp_path, base, ranks=2))
     assert {run.ranks for run in sweep.runs} == {2}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in sorted((REPOSITORY / "examples").rglob("*.yaml"))
+        if "\nvariants:" in path.read_text()
+    ],
+    ids=lambda path: path.stem,
+)
+def test_every_sweep_of_the_examples_can_be_read(path: Path) -> None:
+    sweep = parse_section(SweepConfig, read_mapping(path), str(path))
+    for overrides in sweep.variants.values():
+        load_config(path.parent / sweep.config, [*sweep.overrides, *overrides, "seed=0"])
 
 
 def test_a_path_may_follow_the_seed(base: Path, tmp_path: Path) -> None:
