@@ -26,7 +26,7 @@ from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.prompts import PromptSet, load_train_sets
 from bapo_megatron.data.rows import DataError, Row, RowFormat, read_rows, recognise
 from bapo_megatron.engine.load import load_kind
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text

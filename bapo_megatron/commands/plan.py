@@ -16,7 +16,7 @@ from rich.table import Table
 
 from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.tools.planning.memory import (

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
-from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.calls import decode_json, shown_value
 from bapo_megatron.runtime.files import read_regular

@@ -37,6 +37,7 @@ from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.policy import hf_weights, weight_export
 from bapo_megatron.policy.adapters import adapter_weights, base_name
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.checkpoint_files import (
     COMMON_NAME,
     METADATA_NAME,
@@ -47,7 +48,6 @@ from bapo_megatron.policy.checkpoint_files import (
 )
 from bapo_megatron.policy.checkpoint_reader import CheckpointReader
 from bapo_megatron.policy.checkpoint_shards import BACKEND, torch_bytes
-from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.lora import identity_of
 from bapo_megatron.policy.megatron_setup import DTYPES
@@ -193,7 +193,7 @@ def _stacked(weight: Weight, hf: HfConfig) -> tuple[str, tuple[int, ...], int | 
     if weight.expert is not None and hf.experts is not None:
         key = weight.megatron.replace(f".experts.{weight.expert}.", ".experts.experts.")
         return key, (hf.experts.num, *shape), weight.expert
-    if weight.layer is None or hf.experts is not None or hf.delta_net is not None:
+    if weight.layer is None or not hf.stacks_layers:
         return weight.megatron, shape, None
     key = weight.megatron.replace(f".{weight.layer}.", ".", 1)
     return key, (hf.num_layers, *shape), weight.layer

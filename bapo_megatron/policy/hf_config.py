@@ -14,8 +14,8 @@ from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import DeltaNet, HfConfig
 from bapo_megatron.policy.families.config_json import refuse_unknown
 from bapo_megatron.runtime.calls import decode, decode_json, shown_value
 from bapo_megatron.runtime.files import read_regular
@@ -57,23 +57,15 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
                 f"parallel.{key}: needs a model with experts, got {getattr(parallel, key)}; leave "
                 "it out"
             )
-    if hf.delta_net is not None:
-        _check_delta_net(hf.delta_net, tensor, parallel.context)
-    kind = "gated delta nets" if hf.delta_net else "experts" if experts else ""
-    if kind and tensor > 1 and not parallel.sequence:
+    kinds = ["experts"] if experts else []
+    for mixer in hf.mixer_kinds:
+        if message := mixer.layout_error(parallel):
+            raise ConfigError(message)
+        kinds += [mixer.title] if mixer.needs_sequence_parallel else []
+    if kinds and tensor > 1 and not parallel.sequence:
         raise ConfigError(
-            f"parallel.sequence: must be true for a model with {kind} and parallel.tensor = "
+            f"parallel.sequence: must be true for a model with {kinds[-1]} and parallel.tensor = "
             f"{tensor}, got false; set it to true"
-        )
-
-
-def _check_delta_net(net: DeltaNet, tensor: int, context: int) -> None:
-    if net.num_key_heads % (tensor * context):
-        key, value = ("context", context) if net.num_key_heads % tensor == 0 else ("tensor", tensor)
-        raise ConfigError(
-            f"parallel.{key}: tensor × context must divide the {net.num_key_heads} key heads of "
-            f"the model's gated delta nets, got {value} with tensor × context = {tensor * context};"
-            " lower it"
         )
 
 

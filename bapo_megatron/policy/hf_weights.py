@@ -27,8 +27,8 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import HfConfig, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
 from bapo_megatron.policy.weight_table import (
     EMBEDDING,
@@ -120,8 +120,8 @@ def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
 
 def _num_blocks(weight: Weight, hf: HfConfig) -> int:
     """Return how many blocks of its sections follow each other in a Hugging Face tensor."""
-    if weight.form == "sections_by_head" and hf.delta_net is not None:
-        return hf.delta_net.num_key_heads
+    if weight.form == "sections_by_head":
+        return hf.dimensions["delta_key_heads"]
     return hf.num_heads if weight.form == "qkv" else 1
 
 

@@ -44,7 +44,7 @@ from bapo_megatron.policy.adapters import (
     peft_fields,
     targets_of,
 )
-from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.hf_weights import (
     check_shapes,
     load_weights,

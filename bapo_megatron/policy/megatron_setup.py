@@ -1,6 +1,7 @@
 """The one translation from a Hugging Face architecture and our settings to Megatron's GPTModel."""
 
 import random
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,10 +20,11 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import nn
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.policy.families.base import HfConfig, YarnRope
+from bapo_megatron.policy.architecture import HfConfig, YarnRope
 from bapo_megatron.policy.hf_config import check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
 from bapo_megatron.policy.local_layers import use_own_kernels
+from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.runtime.distributed import ProcessGroups
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -71,7 +73,7 @@ def build_chunks(
         for module in gpt.modules():
             if hasattr(module, "frozen_expert_bias"):
                 module.frozen_expert_bias = True  # training keeps the balance that it finds
-        if hf.latent is None:
+        if not _is_latent(hf):
             _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
             use_own_kernels(gpt)
@@ -115,14 +117,8 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
         rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(scaling))
 
 
-def _softmax_scale(hf: HfConfig) -> float | None:
-    """Return the scale of attention scores, None for the usual one.
-
-    YaRN scales rotated queries and keys, and so their products by the square.
-    """
-    if hf.latent or not isinstance(hf.rope_scaling, YarnRope):
-        return None
-    return float(hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5)
+def _is_latent(hf: HfConfig) -> bool:
+    return any(isinstance(mixer, LatentAttention) for mixer in hf.mixer_kinds)
 
 
 def _transformer_config(
@@ -134,7 +130,8 @@ def _transformer_config(
 ) -> TransformerConfig:
     dtype, num_chunks = DTYPES[model.dtype], parallel.virtual_pipeline
     fused = uses_transformer_engine(groups.device, dtype)
-    config = MLATransformerConfig if hf.latent else TransformerConfig
+    config = MLATransformerConfig if _is_latent(hf) else TransformerConfig
+    mixers = ChainMap(*(mixer.megatron_options(hf) for mixer in hf.mixer_kinds))
     return config(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
@@ -142,7 +139,6 @@ def _transformer_config(
         num_attention_heads=hf.num_heads,
         num_query_groups=hf.num_kv_heads,
         kv_channels=hf.head_dim,
-        softmax_scale=_softmax_scale(hf),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
@@ -163,10 +159,9 @@ def _transformer_config(
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         context_parallel_size=parallel.context,
-        **_latent_options(hf),
         layernorm_zero_centered_gamma=hf.zero_centered_norms,
         attention_output_gate=hf.output_gate,
-        **_delta_net_options(hf),
+        **mixers,
         **_expert_options(hf, parallel, fused=fused),
         # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
@@ -175,47 +170,6 @@ def _transformer_config(
         **memory_options(megatron, fused),
         **_speed_options(groups.device, fused=fused, interleaved=num_chunks > 1),
     )
-
-
-def _latent_options(hf: HfConfig) -> dict[str, Any]:
-    """Translate multi-head latent attention; nothing for other models.
-
-    YaRN by a factor of 1 is no YaRN, and Megatron's kernel has no rotation without it.
-    """
-    if hf.latent is None:
-        return {}
-    yarn = hf.rope_scaling or YarnRope(1.0, 4096.0)
-    assert isinstance(yarn, YarnRope)
-    return {
-        "q_lora_rank": hf.latent.query_rank,
-        "kv_lora_rank": hf.latent.key_value_rank,
-        "qk_head_dim": hf.latent.unrotated_dim,
-        "qk_pos_emb_head_dim": hf.latent.rotary_dim,
-        "v_head_dim": hf.latent.value_dim,
-        "rotary_base": hf.rope_theta,
-        "rotary_scaling_factor": yarn.factor,
-        "original_max_position_embeddings": int(yarn.original_max_position_embeddings),
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "mscale": yarn.mscale or 1.0,
-        "mscale_all_dim": yarn.mscale_all_dim or 0.0,
-    }
-
-
-def _delta_net_options(hf: HfConfig) -> dict[str, Any]:
-    """Translate gated delta nets; nothing for a model without."""
-    net = hf.delta_net
-    if net is None:
-        return {}
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(hf.has_delta_net(n)) for n in range(hf.num_layers)],
-        "linear_conv_kernel_dim": net.kernel_size,
-        "linear_key_head_dim": net.key_head_dim,
-        "linear_value_head_dim": net.value_head_dim,
-        "linear_num_key_heads": net.num_key_heads,
-        "linear_num_value_heads": net.num_value_heads,
-    }
 
 
 def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> dict[str, Any]:

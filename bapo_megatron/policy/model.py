@@ -36,7 +36,7 @@ from bapo_megatron.ops.extension import check_kernels
 from bapo_megatron.ops.logprob import TokenLogprobs, vocab_parallel_logprobs
 from bapo_megatron.policy import weight_export
 from bapo_megatron.policy.adapters import adapter_table
-from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_kept, find_tensors, load_weights, local_weights
 from bapo_megatron.policy.local_layers import PackedSequences

@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from bapo_megatron.policy.families.base import Experts
+from bapo_megatron.policy.architecture import Experts
 from bapo_megatron.runtime.distributed import ProcessGroups
 from bapo_megatron.types import MicroBatch
 

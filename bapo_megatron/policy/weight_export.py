@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.hf_weights import INDEX_NAME, SINGLE_NAME, from_shards, tensor_place
 from bapo_megatron.policy.weight_table import EMBEDDING, hf_shapes, shard_shape, weight_table
 from bapo_megatron.runtime.distributed import ProcessGroups

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from bapo_megatron.policy.architecture import HfConfig, LayerWeights, Weight
 from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import HfConfig, LayerWeights, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
     """Return the FLOPs of a forward pass: two per weight and token, and causal attention.
 
     Of the experts a token visits ``per_token``. Attention multiplies queries with keys and scores
-    with values, half of the L² pairs each: 2 · L²/2 · channels FLOPs per layer and product. A gated
-    delta net reads its state twice and writes it once for each token. The embedding is a lookup.
+    with values, half of the L² pairs each: 2 · L²/2 · channels FLOPs per layer and product. The
+    embedding is a lookup.
     """
     from bapo_megatron.data.packing import SequenceFlops  # imports numpy
 
@@ -78,10 +78,8 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
         for times, group in ((1, parts.shared), (visited, parts.expert)):
             shapes = [shape for w in group for shape in hf_shapes(w, hf).values()]
             weights += times * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    if (net := hf.delta_net) is not None:
-        weights += 3 * len(net.layers) * net.num_value_heads * net.key_head_dim * net.value_head_dim
-    channels = hf.num_heads * (hf.head_dim + hf.value_dim)
-    return SequenceFlops(per_token=2 * weights, per_pair=hf.num_attention_layers * channels)
+    per_token, per_pair = map(sum, zip(*(mixer.flops(hf) for mixer in hf.mixers), strict=True))
+    return SequenceFlops(per_token=2 * weights + per_token, per_pair=per_pair)
 
 
 def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:

@@ -14,7 +14,7 @@ from bapo_megatron.config.teacher import as_policy, naming_teacher
 from bapo_megatron.data.vocabulary import check_same_vocabulary
 from bapo_megatron.engine.load import load_kind
 from bapo_megatron.policy.adapters import check_adapter, check_targets
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import (
     check_division,
     check_frozen_model,

@@ -29,7 +29,7 @@ API = {
     "Environments": "environment.base",
     "Engines": "engine.base",
     "Finding an engine": "engine.load",
-    "Model families": "policy.families.base",
+    "Model families": "policy.architecture",
     "Reading a config.json": "policy.families.config_json",
     "Layers of a family": "policy.families.layers",
     "Records": "types",

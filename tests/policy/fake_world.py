@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.megatron_setup import build_chunks
 from bapo_megatron.runtime.distributed import ProcessGroups, megatron_groups
 

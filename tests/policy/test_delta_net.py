@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_megatron.policy.delta_net import causal_conv1d, chunk_gated_delta_rule, l2norm
+from bapo_megatron.policy.mixers.delta_rule import causal_conv1d, chunk_gated_delta_rule, l2norm
 from tests.tolerances import HEADROOM, assert_within
 
 LENGTHS = [[1], [64], [65], [300], [2, 1, 1], [1, 63, 64, 65, 300, 2, 128, 129], [129, 300]]

@@ -16,17 +16,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from bapo_megatron.config.check import text_fields
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.data.packing import SequenceFlops
-from bapo_megatron.policy.families import FAMILIES
-from bapo_megatron.policy.families.base import (
+from bapo_megatron.policy.architecture import (
     Experts,
     HfConfig,
-    LatentAttention,
     Llama3Rope,
     YarnRope,
 )
+from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.config_json import HARMLESS_FIELDS
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.megatron_setup import _scale_frequencies
+from bapo_megatron.policy.mixers.attention import Attention
+from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.policy.weight_table import sequence_flops
 from tests.policy.tiny_models import model_class
 from tests.tools.planning.cases import MODELS
@@ -83,7 +84,7 @@ def test_qwen25_is_read_with_its_biases(tmp_path: Path) -> None:
         vocab_size=151936,
         hidden_size=896,
         intermediate_size=4864,
-        num_layers=24,
+        mixers=(Attention(),) * 24,
         num_heads=14,
         num_kv_heads=2,
         head_dim=64,
@@ -151,8 +152,8 @@ def test_fields_are_read_in_every_spelling(tmp_path: Path, name: str) -> None:
 
 def test_moonlight_is_read_with_its_latents_experts_and_code_that_nothing_runs() -> None:
     config = read_hf_config_file(MODELS / "moonlight-16b-a3b.json")
-    assert config.latent == LatentAttention(None, 512, 128, 64, 128)
-    assert (config.head_dim, config.value_dim, config.cached_channels) == (192, 128, 576)
+    assert config.mixers == (LatentAttention(None, 512, 128, 64, 128),) * 27
+    assert (config.head_dim, config.mixers[0].cached_channels(config)) == (192, 576)
     assert config.experts == Experts(
         num=64,
         per_token=6,

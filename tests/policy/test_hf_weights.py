@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from bapo_megatron.config.megatron import ParallelConfig
-from bapo_megatron.policy.families.base import Weight
-from bapo_megatron.policy.families.layers import ATTENTION, DENSE_MLP
+from bapo_megatron.policy.architecture import Weight
+from bapo_megatron.policy.families.layers import DENSE_MLP
 from bapo_megatron.policy.hf_config import padded_vocab_size, read_hf_config_file
 from bapo_megatron.policy.hf_weights import INDEX_NAME, find_tensors, to_shard
+from bapo_megatron.policy.mixers.attention import Attention
+from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.policy.weight_export import (
     GATHER_BYTES,
     _holders,
@@ -32,14 +34,14 @@ HF = replace(
     vocab_size=5,
     hidden_size=4,
     intermediate_size=4,
-    num_layers=1,
+    mixers=(Attention(),),
     num_heads=4,
     num_kv_heads=2,
     head_dim=1,
 )
-QKV = next(weight for weight in ATTENTION if weight.form == "qkv")
+QKV = next(weight for weight in Attention().weights(HF) if weight.form == "qkv")
 GATE_UP = next(weight for weight in DENSE_MLP if weight.form == "gate_up")
-OUTPUT_PROJECTION = next(weight for weight in ATTENTION if weight.axis == 1)
+OUTPUT_PROJECTION = next(weight for weight in Attention().weights(HF) if weight.axis == 1)
 
 
 def rows(*values: int) -> torch.Tensor:
@@ -121,10 +123,10 @@ def test_files_are_filled_in_order_up_to_the_limit() -> None:
 @pytest.mark.parametrize(
     ("dtype", "max_bytes", "sizes"),
     [
-        # Embedding 80; norm 16, qkv 128, bias 32, output projection 64 bytes, …
-        (torch.float32, 1, [80, 16, 128, 64, 16, 128, 64, 32, 16, 80]),
-        (torch.float32, 96, [96, 128, 80, 128, 96, 96]),
-        (torch.bfloat16, 48, [48, 64, 40, 64, 48, 48]),
+        # Embedding 80; norm 16, qkv 128, output projection 64, bias 32 bytes, …
+        (torch.float32, 1, [80, 16, 128, 64, 32, 16, 128, 64, 16, 80]),
+        (torch.float32, 96, [96, 128, 96, 16, 128, 80, 80]),
+        (torch.bfloat16, 48, [48, 64, 48, 8, 64, 40, 40]),
         (torch.float32, 1 << 20, [624]),
     ],
 )
@@ -142,8 +144,9 @@ def test_buckets_hold_whole_parameters_in_order_and_exceed_the_limit_by_single_o
 
 def test_no_bucket_ends_between_weights_that_a_server_fuses_as_it_loads_them() -> None:
     moonlight = published("moonlight-16b-a3b")
-    assert moonlight.latent is not None
-    hf = replace(moonlight, num_layers=4, latent=replace(moonlight.latent, query_rank=1536))
+    latent = moonlight.mixers[0]
+    assert isinstance(latent, LatentAttention)
+    hf = replace(moonlight, mixers=(replace(latent, query_rank=1536),) * 4)
     for max_mb in range(1, 120):
         buckets = plan_buckets(weight_table(hf), hf, torch.bfloat16, max_mb * 10**6)
         assert [w for bucket in buckets for w in bucket] == list(weight_table(hf))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import adapter_table, check_adapter, peft_obstacle
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.lora import load_adapter, write_adapter
 from bapo_megatron.policy.weight_table import hf_shapes

@@ -22,7 +22,8 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
+from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.runtime.cpu_torch import uncompiled_imports
 from tests.tools.planning import cases
 
@@ -101,10 +102,10 @@ def published(family: str) -> HfConfig:
     """A published model, but for its number of layers."""
     hf = cases.published(FAMILIES[family])
     biases = {"qkv_bias": True, "output_bias": True} if "biases" in family else {}
-    if "latent" in family and hf.latent is not None:
-        hf = replace(hf, latent=replace(hf.latent, query_rank=1536))
-    net = replace(hf.delta_net, layers=frozenset({0})) if hf.delta_net else None
-    return replace(hf, num_layers=2, delta_net=net, **biases)
+    first, second = hf.mixers[0], hf.mixers[-1]
+    if isinstance(first, LatentAttention) and "latent" in family:
+        first = second = replace(first, query_rank=1536)
+    return replace(hf, mixers=(first, second), **biases)
 
 
 def held(hf: HfConfig, parallel: dict[str, Any]) -> dict[str, Any]:

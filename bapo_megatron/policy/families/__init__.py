@@ -6,7 +6,7 @@ Each file lists its families in ``FAMILIES``, and all files are read here.
 import importlib
 import pkgutil
 
-from bapo_megatron.policy.families.base import Family
+from bapo_megatron.policy.architecture import Family
 
 FAMILIES: dict[str, Family] = {}
 """By config.json's ``model_type``."""

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from bapo_megatron.policy.families.base import HfConfig, Llama3Rope, Positive, YarnRope
+from bapo_megatron.policy.architecture import HfConfig, Llama3Rope, Positive, YarnRope
+from bapo_megatron.policy.mixers.attention import Attention
 from bapo_megatron.runtime.calls import decode, shown_value
 
 DEFAULT_ROPE_THETA = 10_000.0
@@ -151,7 +152,7 @@ def understand_common(
         vocab_size=fields.vocab_size,
         hidden_size=fields.hidden_size,
         intermediate_size=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
+        mixers=(Attention(),) * fields.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

@@ -1,8 +1,6 @@
-"""DeepSeek-V3 and models of its architecture, such as Moonlight: multi-head latent attention.
+"""DeepSeek-V3 and models of its architecture, such as Moonlight: MLA, and experts.
 
-Keys and values are projections of one latent per token, queries of another (or of the hidden
-states); a part of each head is rotated, in interleaved pairs, and its keys are shared by all heads
-(DeepSeek-V2, arXiv 2405.04434, section 2.1). Experts are GLM-4.5's, optionally in groups.
+Experts are GLM-4.5's, optionally in groups.
 """
 
 from dataclasses import replace
@@ -10,17 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bapo_megatron.policy.families.base import (
-    Family,
-    HfConfig,
-    LatentAttention,
-    LayerWeights,
-    Weight,
-    YarnRope,
-)
+from bapo_megatron.policy.architecture import Family, HfConfig, YarnRope
 from bapo_megatron.policy.families.config_json import Count, understand_common
 from bapo_megatron.policy.families.glm4_moe import SigmoidMoeJson
-from bapo_megatron.policy.families.layers import feed_forward, is_draft
+from bapo_megatron.policy.families.layers import decoder_layer, is_draft
+from bapo_megatron.policy.mixers.latent import LatentAttention
 
 _SUMMED_PER_GROUP = 2
 """Scores whose sum ranks a group; Megatron sums ``per_token`` / ``groups_per_token``."""
@@ -101,39 +93,17 @@ def _understand(deepseek: DeepseekV3Json) -> HfConfig:
             "'rope_scaling' must be absent, or yarn with truncate and with both or neither of "
             f"'mscale' and 'mscale_all_dim', got {scaling}"
         )
-    return replace(common, head_dim=head_dim, latent=latent, experts=experts)
-
-
-def _weight(megatron: str, hf: str, shape: str, axis: int | None = None) -> Weight:
-    return Weight(f"self_attention.{megatron}", (f"self_attn.{hf}.weight",), (shape,), axis)
-
-
-_NORM = Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden",))
-_QUERY = _weight("linear_q_proj.weight", "q_proj", "query hidden", 0)
-_DOWN_QUERY = _weight("linear_q_down_proj.weight", "q_a_proj", "query_rank hidden")
-_DOWN_KEY_VALUE = _weight("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "latent hidden")
-_UP_QUERY = (
-    _weight("linear_q_up_proj.layer_norm_weight", "q_a_layernorm", "query_rank"),
-    _weight("linear_q_up_proj.weight", "q_b_proj", "query query_rank", 0),
-)
-_UP_KEY_VALUE = (
-    _weight("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "key_value_rank"),
-    _weight("linear_kv_up_proj.weight", "kv_b_proj", "key_value key_value_rank", 0),
-)
-_OUTPUT = _weight("linear_proj.weight", "o_proj", "hidden value", 1)
-
-
-def _layer(hf: HfConfig, layer: int) -> LayerWeights:
-    assert hf.latent is not None
-    inputs = (_QUERY, _DOWN_KEY_VALUE)
-    if hf.latent.query_rank:
-        inputs = (_DOWN_QUERY, replace(_DOWN_KEY_VALUE, loads_with_previous=True))
-    query = _UP_QUERY if hf.latent.query_rank else ()
-    attention = (_NORM, *inputs, *query, *_UP_KEY_VALUE, _OUTPUT)
-    mlp = feed_forward(hf, layer)
-    return LayerWeights((*attention, *mlp.shared), mlp.expert)
+    mixers = (latent,) * common.num_layers
+    return replace(common, head_dim=head_dim, mixers=mixers, experts=experts)
 
 
 FAMILIES = (
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", DeepseekV3Json, _understand, _layer, is_draft),
+    Family(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        DeepseekV3Json,
+        _understand,
+        decoder_layer,
+        is_draft,
+    ),
 )

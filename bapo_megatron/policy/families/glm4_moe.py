@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bapo_megatron.policy.families.base import Experts, Family, HfConfig, Positive
+from bapo_megatron.policy.architecture import Experts, Family, HfConfig, Positive
 from bapo_megatron.policy.families.config_json import (
     Channels,
     ConfigJson,

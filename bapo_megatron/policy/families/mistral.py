@@ -1,6 +1,6 @@
 """Mistral without its sliding window."""
 
-from bapo_megatron.policy.families.base import Family, HfConfig
+from bapo_megatron.policy.architecture import Family, HfConfig
 from bapo_megatron.policy.families.config_json import ConfigJson, understand_common
 from bapo_megatron.policy.families.layers import decoder_layer
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from bapo_megatron.policy.families.base import Family
+from bapo_megatron.policy.architecture import Family
 from bapo_megatron.policy.families.config_json import ConfigJson, understand_common
 from bapo_megatron.policy.families.layers import decoder_layer
 

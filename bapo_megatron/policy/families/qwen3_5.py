@@ -8,9 +8,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from bapo_megatron.policy.families.base import DeltaNet, Family, HfConfig
+from bapo_megatron.policy.architecture import Family, HfConfig, Weight
 from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
-from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
+from bapo_megatron.policy.families.layers import decoder_layer
+from bapo_megatron.policy.mixers.attention import Attention
+from bapo_megatron.policy.mixers.delta_net import DeltaNet, delta_input
 
 ROTARY_SHARE = 0.25
 DELTA_INPUT = delta_input(
@@ -52,7 +54,7 @@ class VisionJson(HybridJson):
     vision_end_token_id: int | None = None
 
 
-def understand_hybrid(hybrid: HybridJson) -> HfConfig:
+def understand_hybrid(hybrid: HybridJson, delta_input: Weight = DELTA_INPUT) -> HfConfig:
     """Return the architecture that the fields describe, without experts.
 
     Raises:
@@ -74,21 +76,22 @@ def understand_hybrid(hybrid: HybridJson) -> HfConfig:
             f"{hybrid.linear_num_key_heads}, got {hybrid.linear_num_value_heads}"
         )
     net = DeltaNet(
-        layers=frozenset(n for n, kind in enumerate(kinds) if kind == "linear_attention"),
         num_key_heads=hybrid.linear_num_key_heads,
         num_value_heads=hybrid.linear_num_value_heads,
         key_head_dim=hybrid.linear_key_head_dim,
         value_head_dim=hybrid.linear_value_head_dim,
         kernel_size=hybrid.linear_conv_kernel_dim,
+        input=delta_input,
     )
     if isinstance(hybrid, VisionJson):
         common = replace(common, tensor_prefix="model.language_model")
-    return replace(common, output_gate=True, zero_centered_norms=True, delta_net=net)
+    mixers = tuple(net if kind == "linear_attention" else Attention() for kind in kinds)
+    return replace(common, output_gate=True, zero_centered_norms=True, mixers=mixers)
 
 
 Hybrid5 = partial(
     Family,
-    layer=partial(hybrid_layer, delta_input=DELTA_INPUT),
+    layer=decoder_layer,
     is_kept=lambda hf, name: name.startswith(("mtp.", "model.visual.")),
 )
 FAMILIES = (

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bapo_megatron.policy.families.base import Experts, HfConfig
+from bapo_megatron.policy.architecture import Experts, HfConfig
 from bapo_megatron.policy.families.config_json import Channels, Count
 from bapo_megatron.policy.families.qwen3_5 import Hybrid5, HybridJson, VisionJson, understand_hybrid
 

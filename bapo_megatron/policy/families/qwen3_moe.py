@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Literal
 
-from bapo_megatron.policy.families.base import Experts, Family, HfConfig
+from bapo_megatron.policy.architecture import Experts, Family, HfConfig
 from bapo_megatron.policy.families.config_json import Channels, ConfigJson, Count, understand_common
 from bapo_megatron.policy.families.layers import decoder_layer
 

@@ -1,13 +1,13 @@
 """Qwen3-Next, such as 80B-A3B: Qwen3.5's layers, but for the order of a projection's rows."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
-from bapo_megatron.policy.families.base import Family, HfConfig
-from bapo_megatron.policy.families.layers import delta_input, hybrid_layer
+from bapo_megatron.policy.architecture import Family, HfConfig
+from bapo_megatron.policy.families.layers import decoder_layer
 from bapo_megatron.policy.families.qwen3_5 import understand_hybrid
 from bapo_megatron.policy.families.qwen3_5_moe import HybridMoeJson
+from bapo_megatron.policy.mixers.delta_net import delta_input
 
 DELTA_INPUT = delta_input(
     {
@@ -32,7 +32,7 @@ def _understand(moe: Qwen3NextJson) -> HfConfig:
         normalizes=moe.norm_topk_prob,
         dense_layers=frozenset(moe.mlp_only_layers or ()),
     )
-    return replace(understand_hybrid(moe), experts=experts)
+    return replace(understand_hybrid(moe, DELTA_INPUT), experts=experts)
 
 
 FAMILIES = (
@@ -41,7 +41,7 @@ FAMILIES = (
         "Qwen3NextForCausalLM",
         Qwen3NextJson,
         _understand,
-        partial(hybrid_layer, delta_input=DELTA_INPUT),
+        decoder_layer,
         is_kept=lambda hf, name: name.startswith("mtp."),
     ),
 )

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from bapo_megatron.config.check import check_heads
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import adapter_weights
-from bapo_megatron.policy.families.base import HfConfig, Weight
+from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.hf_config import padded_vocab_size
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES
 from bapo_megatron.policy.weight_table import layer_weights, shard_shape
 from bapo_megatron.tools.planning.activations import (
     chunk_bytes,
@@ -24,7 +25,6 @@ from bapo_megatron.tools.planning.activations import (
     workspace_bytes,
 )
 from bapo_megatron.tools.planning.scenario import (
-    FLOAT32_BYTES,
     FrozenSpec,
     Layout,
     Scenario,
@@ -288,8 +288,8 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
     """Return the memory of a rollout GPU.
 
     A server has ``rollout.server.tensor`` GPUs, doubled until the longest sequence fits, since
-    servers elsewhere may have more. They divide the weights, the states of gated delta nets and,
-    without MLA, the KV cache, of layers · cached channels · element bytes per token.
+    servers elsewhere may have more. They divide the weights, the states of recurrences and, without
+    MLA, the KV cache, of layers · cached channels · element bytes per token.
 
     Raises:
         NoRoomError: Neither a node nor ``max_total_tokens`` has room for one sequence.
@@ -307,10 +307,12 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
         )
     while True:
         weights = case.element_bytes * model_parameters(hf) / gpus
-        # Tensor parallelism replicates latents.
-        holders = 1 if hf.latent else gpus
-        channels = hf.num_attention_layers * hf.cached_channels
-        per_token, state = channels * case.element_bytes / holders, state_bytes(case) / gpus
+        size = case.element_bytes
+        per_token = sum(
+            size * mixer.cached_channels(hf) / (gpus if mixer.divides_cache else 1)
+            for mixer in hf.mixers
+        )
+        state = sum(mixer.state_bytes(size) for mixer in hf.mixers) / gpus
         cache = max(0.0, server.mem_fraction * assumptions.gpu_memory_bytes - weights)
         tokens = int(cache // per_token)
         if limit < tokens:
@@ -333,16 +335,6 @@ def rollout_memory(case: Scenario) -> RolloutMemory:
                 f"KV cache for {tokens} tokens, fewer than one sequence of {longest}; raise it, "
                 "lower rollout.max_response_tokens, or plan with another --gpu"
             )
-
-
-def state_bytes(case: Scenario) -> float:
-    """Return the bytes of a sequence's gated delta nets: float32 states, and convolved inputs."""
-    net = case.hf.delta_net
-    if net is None:
-        return 0.0
-    states = FLOAT32_BYTES * net.num_value_heads * net.key_head_dim * net.value_head_dim
-    channels = 2 * net.num_key_heads * net.key_head_dim + net.num_value_heads * net.value_head_dim
-    return len(net.layers) * (states + case.element_bytes * channels * (net.kernel_size - 1))
 
 
 @dataclass(frozen=True, slots=True)

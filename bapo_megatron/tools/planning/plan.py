@@ -9,9 +9,11 @@ from itertools import product
 from typing import Any
 
 from bapo_megatron.config.check import check_settings
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import with_values
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.adapters import targets_of
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import check_division
 from bapo_megatron.runtime.gpus import find_gpu, peak_flops
 from bapo_megatron.tools.planning.memory import (
@@ -408,6 +410,7 @@ def _candidates(
     config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
 ) -> Iterator[tuple[RunConfig, PlanOptions]]:
     """Yield configurations with a division and a layout each, the preferred ones first."""
+    has_delta_nets = bool(targets_of(hf, LoraConfig(rank=1), "sections"))
     for saving, division in product(_SAVINGS, _divisions(gpus, options.node_gpus)):
         trainer_gpus, server_gpus, rollout = division
         divided = with_values(with_values(config, **saving), rollout=rollout)
@@ -422,7 +425,7 @@ def _candidates(
         server = {"tensor": tensor, "count": server_gpus // tensor}
         divided = with_values(divided, rollout={"server": server})
         for estimate in _simplest_first(plan.layouts):
-            if divided.model.lora.rank and hf.delta_net and estimate.layout.tensor > 1:
+            if divided.model.lora.rank and has_delta_nets and estimate.layout.tensor > 1:
                 continue  # see check_targets
             divisor = _TOKENS_MULTIPLE * estimate.layout.context
             multiples = -(-config.train.max_tokens_per_micro_batch // divisor)

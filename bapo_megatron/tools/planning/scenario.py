@@ -19,14 +19,14 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.config.schema import AlgorithmConfig, RunConfig
 from bapo_megatron.config.scorers import REFERENCE_KEY, TEACHER_KEY
 from bapo_megatron.policy.adapters import adapted
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import check_division, check_frozen_model
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Share
 from bapo_megatron.policy.weight_table import layer_weights, sequence_flops
 from bapo_megatron.runtime.gpus import Gpu
 
 Group = Literal["tensor", "context", "pipeline", "data", "expert"]
 
-FLOAT32_BYTES = 4
 MAX_GPUS = 1 << 16
 MAX_VIRTUAL = 8
 """Limit of chunks per stage in listed layouts."""
@@ -292,9 +292,18 @@ class Scenario:
         """One hidden state of a token, where sequence parallel divides: e·h/s."""
         return self.whole_hidden_bytes / self.layout.sequence_ranks
 
-    def divided_bytes(self, channels: int) -> int:
-        """Bytes of channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
-        return self.element_bytes * channels // self.layout.tensor
+    @property
+    def share(self) -> Share:
+        """What one rank has of a layer."""
+        return Share(
+            hf=self.hf,
+            element_bytes=self.element_bytes,
+            tensor=self.layout.tensor,
+            context=self.layout.context,
+            sequence_ranks=self.layout.sequence_ranks,
+            is_local=self.assumptions.layers == "local",
+            has_adapters=bool(self.config.model.lora.rank),
+        )
 
     @property
     def groups_experts(self) -> bool:

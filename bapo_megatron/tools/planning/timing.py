@@ -15,6 +15,7 @@ micro-batch on a rank, h hidden size, k key channels, e bytes of an element, L l
 
 from dataclasses import dataclass, replace
 
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES
 from bapo_megatron.tools.planning.memory import (
     RolloutMemory,
     StageMemory,
@@ -23,7 +24,6 @@ from bapo_megatron.tools.planning.memory import (
     waiting_parameters,
 )
 from bapo_megatron.tools.planning.scenario import (
-    FLOAT32_BYTES,
     Group,
     Scenario,
     Workload,
@@ -66,20 +66,9 @@ def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
 
 
 def context_bytes(case: Scenario, tokens: int) -> float:
-    """Return what one ring pass of the KV tensors sends: (c − 1) · L · n · 2·k/t · e.
-
-    A gated delta net exchanges tokens for heads instead, and back: (c − 1)/c of its projection and
-    of its output.
-    """
+    """Return what context-parallel ranks send of keys and values, and for recurrences."""
     hf, layout = case.hf, case.layout
-    # With MLA, values are padded to the width of keys.
-    channels = 2 * hf.num_kv_heads * hf.head_dim // layout.tensor
-    sent: float = hf.num_attention_layers * channels * (layout.context - 1)
-    if (net := hf.delta_net) is not None:
-        keys = net.num_key_heads * net.key_head_dim
-        values = net.num_value_heads * net.value_head_dim
-        exchanged = (2 * keys + 3 * values + 2 * net.num_value_heads) / layout.tensor
-        sent += len(net.layers) * exchanged * (layout.context - 1) / layout.context
+    sent = sum(mixer.context_channels(hf, layout.tensor, layout.context) for mixer in hf.mixers)
     return sent / layout.pipeline * tokens * case.element_bytes
 
 

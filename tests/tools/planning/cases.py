@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
-from bapo_megatron.policy.families.base import Experts, HfConfig, LatentAttention
+from bapo_megatron.policy.architecture import Experts, HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.mixers.attention import Attention
+from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.tools.planning.plan import PlanOptions, make_assumptions
 from bapo_megatron.tools.planning.scenario import LayerKind, Layout, Passes, Scenario
 
@@ -111,15 +113,16 @@ def published(name: str) -> HfConfig:
 def small_model(family: str, layers: int) -> HfConfig:
     """A model that runs on a CPU; MLP and heads are no multiples of the hidden size."""
     experts = Experts(num=8, per_token=3, intermediate_size=96) if family in EXPERTS else None
-    latent = LatentAttention(80, 48, 24, 8, 20) if family == "deepseek_v3" else None
+    is_latent = family == "deepseek_v3"
+    mixer = LatentAttention(80, 48, 24, 8, 20) if is_latent else Attention()
     return HfConfig(
         model_type=family,
         vocab_size=512,
         hidden_size=256,
         intermediate_size=704,
-        num_layers=layers,
+        mixers=(mixer,) * layers,
         num_heads=8,
-        num_kv_heads=8 if latent else 2,
+        num_kv_heads=8 if is_latent else 2,
         head_dim=64 if family == "qwen3" else 32,
         rms_norm_eps=1e-6,
         max_position_embeddings=131072,
@@ -128,7 +131,6 @@ def small_model(family: str, layers: int) -> HfConfig:
         tied_embeddings=False,
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        latent=latent,
         experts=experts,
     )
 

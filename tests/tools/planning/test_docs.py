@@ -3,7 +3,7 @@
 import pytest
 
 from bapo_megatron.config.load import load_config
-from bapo_megatron.policy.families.base import HfConfig
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.tools.planning.memory import layer_parameters
 from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
 from tests.launch import REPOSITORY

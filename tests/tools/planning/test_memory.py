@@ -9,7 +9,6 @@ from bapo_megatron.tools.planning.activations import (
     chunk_bytes,
     layer_tensors,
     logits_bytes,
-    norm_bytes,
     recomputed_bytes,
     workspace_bytes,
 )
@@ -101,7 +100,7 @@ def test_activations_are_those_that_autograd_keeps(case: str, measured: dict[str
     # Beside them, selective recomputation keeps 4 bytes per layer: a copy of the last length.
     assert measured["saved"][case]["per_4_layers"] == pytest.approx(layers, rel=1e-6)
     # Token ids (8 bytes each), and a cosine and a sine for each of 32 channels.
-    norm = norm_bytes(run, run.hf.hidden_size) * TOKENS
+    norm = run.share.norm(run.hf.hidden_size) * TOKENS
     beside = measured["saved"][case]["total"] - layers - norm
     assert 0 <= beside <= (8 + 2 * 4 * 32) * TOKENS + 1024
     # The workspace is an estimate: which temporaries live at the same time is autograd's order.
@@ -114,7 +113,7 @@ def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
     hf, layout = published("deepseek-r1-distill-qwen-7b"), Layout(tensor=4, sequence=True)
     run = scenario(hf, layout)
     # Per token and rank: 28 heads of 128 channels and 4 key/value heads over 4 ranks.
-    assert layer_tensors(run, "none") == {
+    assert layer_tensors(run, "none", hf.mixers[0]) == {
         "norms and inputs of the two products": 2 * (2 * 2 * 3584 / 4 + 1),
         "queries, keys, values": 2 * (896 + 128 + 128),
         "rotated queries, keys": 2 * (896 + 128),
@@ -123,8 +122,8 @@ def test_what_a_layer_of_the_7b_model_keeps_by_hand() -> None:
         "input of the down product": 2 * 4736,
         "log-sums of attention": 4 * 7,
     }
-    assert sum(layer_tensors(run, "none").values()) == 41_758
-    assert sum(layer_tensors(run, "selective").values()) == 41_758 - 28
+    assert sum(layer_tensors(run, "none", hf.mixers[0]).values()) == 41_758
+    assert sum(layer_tensors(run, "selective", hf.mixers[0]).values()) == 41_758 - 28
     assert chunk_bytes(run) == 28 * 41_758
     by_four = scenario(hf, layout, megatron={"recompute": "full", "recompute_layers": 4})
     assert chunk_bytes(by_four) == 7 * 2 * 3584 / 4

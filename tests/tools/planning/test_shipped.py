@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bapo_megatron.policy.families.base import Experts
+from bapo_megatron.policy.architecture import Experts
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.plan import PlanOptions, make_plan
 from tests.config.shipped import CLUSTER_RUNS, FRAGMENTS, NAMES, hf_config_file, load_shipped

@@ -1,19 +1,21 @@
 """What describes a model: its architecture, its weights, and the family that reads both.
 
-A family is one file of this package. It says which fields of config.json it reads, what they mean
-(``HfConfig``), and which tensors a layer has (``LayerWeights``); loading, export, weight sync,
+A family is one file of ``policy.families``. It says which fields of config.json it reads, what they
+mean (``HfConfig``), and which tensors a layer has (``LayerWeights``); loading, export, weight sync,
 conversion, FLOPs and ``plan`` follow from these.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
 if TYPE_CHECKING:
     from bapo_megatron.policy.families.config_json import ConfigJson
+    from bapo_megatron.policy.mixers.base import Mixer
 
 Positive = Annotated[float, Field(gt=0, lt=1e30, strict=True)]
 
@@ -85,43 +87,7 @@ class Experts:
     """Layers with a dense MLP in place of experts."""
 
 
-@dataclass(frozen=True, slots=True)
-class LatentAttention:
-    """Sizes of attention whose keys and values are projections of one latent per token (MLA)."""
-
-    query_rank: int | None
-    """Channels of the queries' latent; None: queries are projections of the hidden states."""
-    key_value_rank: int
-    """Channels of the latent of keys and values."""
-    unrotated_dim: int
-    """Channels of a head's query and key that are not rotated."""
-    rotary_dim: int
-    """Channels of a head's query and key that are rotated; all heads have the same key there."""
-    value_dim: int
-    """Channels of a head's value."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """The gated delta nets (Yang et al. 2024, arXiv 2412.06464) of a hybrid model.
-
-    A layer has one in place of attention: a recurrent state [key_head_dim, value_head_dim] per
-    value head, whatever the length of the sequence.
-    """
-
-    layers: frozenset[int]
-    """Layers with a gated delta net; the others have attention."""
-    num_key_heads: int
-    """Heads of queries and of keys."""
-    num_value_heads: int
-    """Heads of values; ``num_value_heads`` / ``num_key_heads`` share a query and a key."""
-    key_head_dim: int
-    value_head_dim: int
-    kernel_size: int
-    """Tokens that the causal convolution over queries, keys and values sees."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HfConfig:
     """The architecture of a decoder-only model, as its config.json describes it."""
 
@@ -130,11 +96,12 @@ class HfConfig:
     hidden_size: int
     intermediate_size: int
     """Channels of a dense MLP."""
-    num_layers: int
+    mixers: "tuple[Mixer, ...]"
+    """What mixes the tokens of each layer."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Channels of a head's query and key, without ``latent`` also of its value."""
+    """Channels of a head's query and key; but for MLA also of its value."""
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
@@ -148,24 +115,28 @@ class HfConfig:
     """Bias on the output projection of attention."""
     rotary_share: float = 1.0
     """Share of a head's channels, the first ones, that are rotated."""
-    latent: LatentAttention | None = None
     output_gate: bool = False
     """Whether attention's output is multiplied by the sigmoid of a gate, a part of ``q_proj``."""
     zero_centered_norms: bool = False
     """Whether RMSNorm multiplies by 1 + weight; that of a delta net's output never does."""
-    delta_net: DeltaNet | None = None
     experts: Experts | None = None
     tensor_prefix: str = "model"
     """What names of Hugging Face tensors begin with, but for the output layer's."""
 
-    def has_delta_net(self, layer: int) -> bool:
-        """Whether a layer has a gated delta net in place of attention."""
-        return self.delta_net is not None and layer in self.delta_net.layers
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self.mixers)
+
+    @cached_property
+    def mixer_kinds(self) -> "tuple[Mixer, ...]":
+        """Each mixer once."""
+        return tuple(dict.fromkeys(self.mixers))
 
     @property
-    def num_attention_layers(self) -> int:
-        """Layers with attention, whose KV cache grows with the sequence."""
-        return self.num_layers - (len(self.delta_net.layers) if self.delta_net else 0)
+    def stacks_layers(self) -> bool:
+        """Whether Megatron's checkpoints stack the layers' parameters."""
+        return self.experts is None and all(mixer.stacks for mixer in self.mixers)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of a dense MLP."""
@@ -176,23 +147,12 @@ class HfConfig:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_share)
 
-    @property
-    def value_dim(self) -> int:
-        """Channels of a head's value."""
-        return self.latent.value_dim if self.latent else self.head_dim
-
-    @property
-    def cached_channels(self) -> int:
-        """Channels of a token in the KV cache of a layer."""
-        if self.latent:
-            return self.latent.key_value_rank + self.latent.rotary_dim
-        return 2 * self.num_kv_heads * self.head_dim
-
-    @property
+    @cached_property
     def dimensions(self) -> dict[str, int]:
         """Sizes by the names that ``Weight.shapes`` uses."""
-        experts, net, latent = self.experts, self.delta_net, self.latent
-        expanded = latent.unrotated_dim + latent.value_dim if latent else 0
+        experts, sizes = self.experts, dict[str, int]()
+        for mixer in self.mixer_kinds:
+            sizes |= mixer.dimensions(self)
         return {
             "vocab": self.vocab_size,
             "hidden": self.hidden_size,
@@ -204,17 +164,7 @@ class HfConfig:
             "experts": experts.num if experts else 0,
             "expert": experts.intermediate_size if experts else 0,
             "shared": experts.shared_intermediate_size if experts else 0,
-            "delta_key": net.num_key_heads * net.key_head_dim if net else 0,
-            "delta_value": net.num_value_heads * net.value_head_dim if net else 0,
-            "delta_heads": net.num_value_heads if net else 0,
-            "delta_head": net.value_head_dim if net else 0,
-            "kernel": net.kernel_size if net else 0,
-            "one": 1,  # the convolution is over each channel alone
-            "query_rank": latent.query_rank or 0 if latent else 0,
-            "key_value_rank": latent.key_value_rank if latent else 0,
-            "latent": self.cached_channels,
-            "key_value": self.num_heads * expanded,
-            "value": self.num_heads * self.value_dim,
+            **sizes,
         }
 
     @property

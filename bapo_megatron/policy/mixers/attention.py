@@ -1,0 +1,123 @@
+"""Causal attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bapo_megatron.policy.architecture import HfConfig, Weight, YarnRope
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
+
+_NORM = Weight(
+    "self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)
+)
+_QKV = Weight(
+    "self_attention.linear_qkv.weight",
+    ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    ("query hidden", "key hidden", "key hidden"),
+    0,
+    "qkv",
+)
+_GATED_QKV = replace(_QKV, shapes=("query+gate hidden", "key hidden", "key hidden"))
+_OUTPUT = Weight(
+    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden query",), 1
+)
+_QKV_BIAS = Weight(
+    "self_attention.linear_qkv.bias",
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    ("query", "key", "key"),
+    0,
+    "qkv",
+)
+_OUTPUT_BIAS = Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ("hidden",))
+_QK_NORM = (
+    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
+    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
+)
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """Its sizes are those of ``HfConfig``."""
+
+    title = "attention"
+
+    def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
+        """See ``Mixer``."""
+        weights = [_NORM, _GATED_QKV if hf.output_gate else _QKV, _OUTPUT]
+        weights += [_QKV_BIAS] if hf.qkv_bias else []
+        weights += [_OUTPUT_BIAS] if hf.output_bias else []
+        return (*weights, *(_QK_NORM if hf.qk_norm else ()))
+
+    def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
+        """See ``Mixer``; YaRN scales rotated queries and keys, so their products by the square."""
+        if not isinstance(hf.rope_scaling, YarnRope):
+            return {}
+        return {"softmax_scale": hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5}
+
+    def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
+        """See ``Mixer``."""
+        from megatron.core.transformer.identity_op import IdentityOp
+
+        from bapo_megatron.policy import local_layers
+
+        attention = layer.submodules.self_attention.submodules
+        if not is_fused:
+            layer.submodules.input_layernorm = IdentityOp  # fused into the linear
+            attention.linear_qkv = local_layers.NormColumnParallelLinear
+            attention.core_attention = local_layers.PackedCausalAttention
+            if hf.qk_norm:
+                attention.q_layernorm = attention.k_layernorm = local_layers.RMSNorm
+        if hf.output_bias:
+            # Megatron's own switch gives the MLP biases too.
+            linear = attention.linear_proj
+            attention.linear_proj = lambda *args, **kw: linear(*args, **{**kw, "bias": True})
+
+    def flops(self, hf: HfConfig) -> tuple[int, int]:
+        """See ``Mixer``; queries with keys and scores with values, half of the pairs each."""
+        return 0, 2 * hf.num_heads * hf.head_dim
+
+    def cached_channels(self, hf: HfConfig) -> int:
+        """See ``Mixer``."""
+        return 2 * hf.num_kv_heads * hf.head_dim
+
+    def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
+        """See ``Mixer``.
+
+        The output of the QKV product lives on through the values, which are a part of it. Queries
+        and keys are kept once more after their rotation.
+        """
+        hf = share.hf
+        query = share.divided(hf.num_heads * hf.head_dim)
+        key = share.divided(hf.num_kv_heads * hf.head_dim)
+        tensors: dict[str, float] = {
+            "queries, keys, values": query + 2 * key,
+            "rotated queries, keys": query + key,
+            "attention's output": query,
+        }
+        if hf.output_gate:  # as projected, and the output before it
+            tensors["gate of attention's output"] = 2 * query
+        if hf.qk_norm:
+            tensors["norms of queries and keys"] = _head_norms(share)
+        if not is_recomputed:
+            if share.is_local:
+                tensors["attention's output, by sequence"] = query
+            tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // share.tensor)
+        return tensors
+
+    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
+        """See ``Mixer``: one ring pass of keys and values."""
+        return 2 * hf.num_kv_heads * hf.head_dim // tensor * (context - 1)
+
+
+def _head_norms(share: Share) -> float:
+    """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output.
+
+    Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
+    kept. Local: keys are read where they are; Megatron copies the queries of several groups.
+    """
+    hf = share.hf
+    copied = hf.num_heads if hf.num_kv_heads > share.tensor else 0
+    if not share.is_local:
+        # With adapters none: they were for the norm's own gradient.
+        copied = 0 if share.has_adapters else hf.num_heads + hf.num_kv_heads
+    inverses = FLOAT32_BYTES * ((hf.num_heads + hf.num_kv_heads) // share.tensor)
+    return share.divided(copied * hf.head_dim) + inverses

@@ -1,0 +1,108 @@
+"""What a token mixer is: attention of some kind, or a recurrence, that families name.
+
+One file describes a kind: its weights, how Megatron builds it, and what it costs, from which
+training, ``plan`` and FLOPs follow. Without Transformer Engine it needs twins of the kernels that
+Megatron takes from elsewhere; ``engine.local.cache`` has what the local engine keeps of a sequence.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bapo_megatron.config.megatron import ParallelConfig
+    from bapo_megatron.policy.architecture import HfConfig, Weight
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has of a layer, for ``plan``; sizes are in bytes per token of the rank."""
+
+    hf: "HfConfig"
+    element_bytes: int
+    """Bytes of an element of weights and activations."""
+    tensor: int
+    context: int
+    sequence_ranks: int
+    """Ranks that divide the tokens between GEMMs."""
+    is_local: bool
+    """Whether layers are our own, not Transformer Engine's."""
+    has_adapters: bool
+
+    def divided(self, channels: int) -> int:
+        """Channels that tensor-parallel ranks divide (query, key, MLP, vocabulary)."""
+        return self.element_bytes * channels // self.tensor
+
+    def norm(self, channels: int) -> float:
+        """What a norm and the GEMM after it keep.
+
+        The norm's input (local zero-centered norms: in float32), its output, which is the product's
+        input, and 1/rms in float32.
+        """
+        is_widened = self.is_local and self.hf.zero_centered_norms
+        input_bytes = FLOAT32_BYTES if is_widened else self.element_bytes
+        num_bytes = (input_bytes + self.element_bytes) * channels + FLOAT32_BYTES
+        return num_bytes / self.sequence_ranks
+
+
+class Mixer(ABC):
+    """One kind. Instances are compared and hashed by their sizes."""
+
+    title: str
+    """What messages call it, in the plural."""
+    needs_sequence_parallel = False
+    """Whether tensor parallel needs ``parallel.sequence``."""
+    stacks = True
+    """Whether all layers of a model have it, so that Megatron's checkpoints stack them."""
+
+    @abstractmethod
+    def weights(self, hf: "HfConfig") -> "tuple[Weight, ...]":
+        """Return its weights, with the norm before it, under names that lack the layer."""
+
+    def dimensions(self, hf: "HfConfig") -> dict[str, int]:
+        """Return sizes by the names that its weights' shapes use, beyond those of all models."""
+        return {}
+
+    def layout_error(self, parallel: "ParallelConfig") -> str | None:
+        """Return why it cannot be divided so, as the text of a ``ConfigError``."""
+        return None
+
+    def megatron_options(self, hf: "HfConfig") -> dict[str, Any]:
+        """Return its fields of Megatron's ``TransformerConfig``."""
+        return {}
+
+    def spec_options(self, hf: "HfConfig") -> dict[str, Any]:
+        """Return what Megatron's functions for a layer's spec get."""
+        return {"qk_layernorm": hf.qk_norm}
+
+    @abstractmethod
+    def put_into(self, layer: Any, hf: "HfConfig", *, is_fused: bool) -> None:
+        """Change Megatron's spec of a layer; ``is_fused``: it is Transformer Engine's."""
+
+    def flops(self, hf: "HfConfig") -> tuple[int, int]:
+        """Return a layer's FLOPs per token, beyond its matrices', and per pair of tokens."""
+        return 0, 0
+
+    def cached_channels(self, hf: "HfConfig") -> int:
+        """Return the channels of a token in the KV cache of a layer."""
+        return 0
+
+    divides_cache = True
+    """Whether tensor-parallel ranks of a server divide the KV cache."""
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of a sequence's state in a layer, whatever its length."""
+        return 0
+
+    @abstractmethod
+    def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
+        """Return the bytes per token that a layer keeps for the backward pass, by tensor.
+
+        ``is_recomputed``: with ``megatron.recompute: selective``.
+        """
+
+    @abstractmethod
+    def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
+        """Return the channels of a token that a context-parallel rank sends in a forward pass."""

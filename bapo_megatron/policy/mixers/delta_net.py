@@ -1,0 +1,186 @@
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have them."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.policy.architecture import HfConfig, Weight
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
+
+_SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
+
+
+def delta_input(hf: Mapping[str, str], form: Literal["sections", "sections_by_head"]) -> Weight:
+    """Return the fused input projection of a gated delta net.
+
+    ``hf`` are shapes by name of the Hugging Face tensors, whose sections are those of Megatron:
+    query, key, value, output gate, beta, alpha.
+    """
+    names = tuple(f"linear_attn.{name}.weight" for name in hf)
+    shapes = tuple(f"{rows} hidden" for rows in hf.values())
+    megatron = "self_attention.in_proj.weight"
+    return Weight(megatron, names, shapes, 0, form, sections=_SECTIONS)
+
+
+_WEIGHTS = (
+    Weight("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
+    Weight(
+        "self_attention.conv1d.weight",
+        ("linear_attn.conv1d.weight",),
+        ("delta_key+delta_key+delta_value one kernel",),
+        0,
+        "sections",
+        sections=_SECTIONS[:3],
+    ),
+    Weight("self_attention.dt_bias", ("linear_attn.dt_bias",), ("delta_heads",), 0),
+    Weight("self_attention.A_log", ("linear_attn.A_log",), ("delta_heads",), 0),
+    Weight("self_attention.out_norm.weight", ("linear_attn.norm.weight",), ("delta_head",)),
+    Weight(
+        "self_attention.out_proj.weight",
+        ("linear_attn.out_proj.weight",),
+        ("hidden delta_value",),
+        1,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class DeltaNet(Mixer):
+    """A recurrent state [key_head_dim, value_head_dim] per value head."""
+
+    num_key_heads: int
+    """Heads of queries and of keys."""
+    num_value_heads: int
+    """Heads of values; ``num_value_heads`` / ``num_key_heads`` share a query and a key."""
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    """Tokens that the causal convolution over queries, keys and values sees."""
+    input: Weight
+    """From ``delta_input``."""
+
+    title = "gated delta nets"
+    needs_sequence_parallel = True
+    stacks = False
+
+    def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
+        """See ``Mixer``."""
+        return (self.input, *_WEIGHTS)
+
+    def dimensions(self, hf: HfConfig) -> dict[str, int]:
+        """See ``Mixer``."""
+        return {
+            "delta_key": self.num_key_heads * self.key_head_dim,
+            "delta_value": self.num_value_heads * self.value_head_dim,
+            "delta_key_heads": self.num_key_heads,
+            "delta_heads": self.num_value_heads,
+            "delta_head": self.value_head_dim,
+            "kernel": self.kernel_size,
+            "one": 1,  # the convolution is over each channel alone
+        }
+
+    def layout_error(self, parallel: ParallelConfig) -> str | None:
+        """See ``Mixer``."""
+        tensor, context = parallel.tensor, parallel.context
+        if self.num_key_heads % (tensor * context) == 0:
+            return None
+        is_context = self.num_key_heads % tensor == 0
+        key, value = ("context", context) if is_context else ("tensor", tensor)
+        return (
+            f"parallel.{key}: tensor × context must divide the {self.num_key_heads} key heads of "
+            f"the model's gated delta nets, got {value} with tensor × context = {tensor * context};"
+            " lower it"
+        )
+
+    def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
+        """See ``Mixer``."""
+        return {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(mixer is self) for mixer in hf.mixers],
+            "linear_conv_kernel_dim": self.kernel_size,
+            "linear_key_head_dim": self.key_head_dim,
+            "linear_value_head_dim": self.value_head_dim,
+            "linear_num_key_heads": self.num_key_heads,
+            "linear_num_value_heads": self.num_value_heads,
+        }
+
+    def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
+        """See ``Mixer``."""
+        from megatron.core.extensions import transformer_engine as te
+        from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNetSubmodules
+        from megatron.core.tensor_parallel.layers import RowParallelLinear
+        from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from bapo_megatron.policy import local_layers
+        from bapo_megatron.policy.mixers.delta_rule import PackedGatedDeltaNet, use_twins
+
+        if is_fused:
+            if not HAVE_FLA:
+                raise ValueError(
+                    "flash-linear-attention: must be installed for a model with gated delta nets "
+                    "on a GPU with Transformer Engine; install it (docs/launch.md)"
+                )
+            modules = te.TELayerNormColumnParallelLinear, te.TENorm, te.TERowParallelLinear
+        else:
+            use_twins()
+            layer.submodules.input_layernorm = IdentityOp  # fused into the linear
+            linear, norm = local_layers.NormColumnParallelLinear, local_layers.RMSNorm
+            modules = linear, norm, RowParallelLinear
+        in_proj, norm, out_proj = modules
+
+        class OutNorm:  # Megatron calls classes, but not functions
+            def __new__(cls, config: Any, **options: Any) -> Any:
+                plain = copy.copy(config)
+                plain.layernorm_zero_centered_gamma = False  # the only norm with weights around 1
+                return norm(plain, **options)
+
+        submodules = GatedDeltaNetSubmodules(in_proj, OutNorm, out_proj)
+        layer.submodules.self_attention = ModuleSpec(PackedGatedDeltaNet, submodules=submodules)
+
+    def flops(self, hf: HfConfig) -> tuple[int, int]:
+        """See ``Mixer``; it reads its state twice and writes it once for each token."""
+        return 6 * self.num_value_heads * self.key_head_dim * self.value_head_dim, 0
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """See ``Mixer``: float32 states, and convolved inputs."""
+        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads
+        states = FLOAT32_BYTES * values * self.key_head_dim * self.value_head_dim
+        channels = 2 * keys + values * self.value_head_dim
+        return states + element_bytes * channels * (self.kernel_size - 1)
+
+    def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
+        """See ``Mixer``; read off its modules.
+
+        With FLA: the projection, what the convolution returns, queries and keys repeated for each
+        value head, a chunk's 64 × 64 system per head, and the output before and after its gated
+        norm. Our twin keeps float32 copies; 48 K + 20 V + K V / 16 + 1295 bytes per token and head
+        were measured.
+        """
+        heads = self.num_value_heads // (share.tensor * share.context)
+        heads *= share.context  # of a context rank's own tokens: all-to-alls exchange the two
+        key, value = self.key_head_dim, self.value_head_dim
+        keys = share.divided(2 * self.num_key_heads * key)
+        values = share.divided(self.num_value_heads * value)
+        tensors: dict[str, float] = {
+            "projection": keys + 2 * values + 2 * share.element_bytes * heads,
+            "output of the convolution": keys + values,
+            "normalised queries and keys": keys,
+            "queries and keys of value heads": 2 * share.element_bytes * heads * key,
+            "output, before and after its norm": 3 * values,
+            "gate": values + FLOAT32_BYTES * heads * value,
+        }
+        if share.is_local:
+            tensors["rule"] = heads * (48 * key + 20 * value + key * value / 16 + 1295)
+        else:
+            tensors["rule"] = heads * (64 * share.element_bytes + 2 * FLOAT32_BYTES)
+        return tensors
+
+    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
+        """See ``Mixer``: its projection and output, of all tokens for a share of the heads."""
+        keys = self.num_key_heads * self.key_head_dim
+        values = self.num_value_heads * self.value_head_dim
+        exchanged = (2 * keys + 3 * values + 2 * self.num_value_heads) / tensor
+        return exchanged * (context - 1) / context
