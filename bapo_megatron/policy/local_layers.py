@@ -23,6 +23,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import mlp, multi_latent_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -190,7 +194,7 @@ def _rotate_pairs(tokens_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PackedCausalAttention(nn.Module):
-    """Causal attention within each sequence of a packed (thd) batch.
+    """Causal attention within each sequence of a packed (thd) batch, with windows and sinks.
 
     The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches. Under
     context parallelism each rank holds two chunks of every sequence (``data.micro_batch``) and
@@ -200,6 +204,7 @@ class PackedCausalAttention(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
         softmax_scale: float | None = None,
@@ -208,7 +213,29 @@ class PackedCausalAttention(nn.Module):
         super().__init__()
         assert pg_collection is not None
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.context = pg_collection.cp
+        self.context, self.tensor, self.window = pg_collection.cp, pg_collection.tp, None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            assert config.window_size is not None
+            self.window = config.window_size[0] + 1
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // self.tensor.size()
+            self.softmax_offset = _replicated(config, num_heads)
+            self.softmax_offset.sequence_parallel = False  # its gradient is of whole sequences
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the sinks for Megatron's checkpoints: ranks divide them by head."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -245,6 +272,8 @@ class PackedCausalAttention(nn.Module):
     def _attend(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
         """Attend within one sequence, of which this rank has S queries; returns [S, H, D]."""
         size = self.context.size()
+        if self.window is not None or hasattr(self, "softmax_offset"):
+            return self._masked(query_SHD, key_SGD, value_SGD)
         if size == 1:
             return self._causal(query_SHD, key_SGD, value_SGD)
         chunk, rank = len(key_SGD) // (2 * size), self.context.rank()
@@ -253,6 +282,38 @@ class PackedCausalAttention(nn.Module):
         return torch.cat(
             [self._causal(part, key_SGD[:end], value_SGD[:end]) for part, end in parts]
         )
+
+    def _masked(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
+        """Attend block by block: queries of a window's length see less than two windows of keys."""
+        num_tokens, device = len(query_SHD), query_SHD.device
+        window = self.window or num_tokens
+        position_S, parts = torch.arange(num_tokens, device=device), []
+        for start in range(0, num_tokens, window):
+            query_B, first = position_S[start : start + window, None], max(0, start - window + 1)
+            key_K = position_S[first : start + window]
+            is_hidden_BK = (key_K > query_B) | (key_K <= query_B - window)
+            mask_BK = query_SHD.new_zeros(is_hidden_BK.shape).masked_fill(is_hidden_BK, -torch.inf)
+            part = slice(first, start + window)
+            keys, values = key_SGD[part], value_SGD[part]
+            parts.append(self._with_sinks(query_SHD[start : start + window], keys, values, mask_BK))
+        return torch.cat(parts)
+
+    def _with_sinks(self, query: Tensor, keys: Tensor, values: Tensor, mask_BK: Tensor) -> Tensor:
+        """A sink is the logit of one more key, of zeros, whose value is zeros."""
+        mask = mask_BK
+        if (sinks_H := getattr(self, "softmax_offset", None)) is not None:
+            keys, values = F.pad(keys, (0, 0, 0, 0, 0, 1)), F.pad(values, (0, 0, 0, 0, 0, 1))
+            sinks_HB1 = sinks_H[:, None, None].expand(-1, len(query), 1).to(mask.dtype)
+            mask = torch.cat((mask_BK.expand(len(sinks_H), -1, -1), sinks_HB1), dim=-1)
+        output_HBD = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            attn_mask=mask[None],
+            scale=self.scale,
+            enable_gqa=True,
+        )[0]
+        return output_HBD.transpose(0, 1)
 
     def _causal(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
         """Let the last query see every key, and each one before it one key less."""

@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_linear_ramp_mask,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -70,6 +71,8 @@ def build_chunks(
                 # Megatron's default only if expert parallel > 1. Always, so that gradients are
                 # summed over the ranks with the same expert, and every layout's optimizers match.
                 parameter.allreduce = False
+            elif name.endswith(".softmax_offset"):
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         for module in gpt.modules():
             if hasattr(module, "frozen_expert_bias"):
                 module.frozen_expert_bias = True  # training keeps the balance that it finds

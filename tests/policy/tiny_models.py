@@ -148,7 +148,9 @@ def model_class(family: str) -> Any:
         "mistral": transformers.MistralForCausalLM,
         "qwen3_moe": transformers.Qwen3MoeForCausalLM,
         "glm4_moe": transformers.Glm4MoeForCausalLM,
+        "mistral_window": transformers.MistralForCausalLM,
         "deepseek_v3": transformers.DeepseekV3ForCausalLM,
+        "glm4_moe_lite": transformers.Glm4MoeLiteForCausalLM,
         "moonlight": transformers.DeepseekV3ForCausalLM,
         "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
         "qwen3_next": transformers.Qwen3NextForCausalLM,
@@ -213,6 +215,11 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
         "qwen3_5_moe_text": HYBRID | HYBRID_EXPERTS,
     }
     traits["moonlight"] = traits["deepseek_v3"] | MOONLIGHT
+    traits["glm4_moe_lite"] = traits["deepseek_v3"] | {
+        "n_group": 1,
+        "rope_parameters": MOONLIGHT["rope_parameters"],
+    }
+    traits["mistral_window"] = traits["mistral"] | {"sliding_window": 4}
     sizes = {**SIZES, **traits[family], **changes}
     if family == "qwen3_5_moe_text":
         del sizes["intermediate_size"]

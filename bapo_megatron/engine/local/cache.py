@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 ATTENTION = "bapo_local"
 """Name of ``_attend`` for transformers."""
@@ -39,18 +39,42 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``sdpa``; in a decode step, heads of a group act as positions."""
+    """Attend as transformers' ``sdpa``; in a decode step, heads of a group act as positions.
+
+    ``options`` may have a layer's ``sliding_window`` and ``s_aux``, a sink [N] per head.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     num_rows, num_heads, num_positions, _ = query_BNSH.shape
+    window, sinks_N = options.get("sliding_window"), options.get("s_aux")
     if num_positions > 1:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query_BNSH, key_BMWH, value_BMWH, attention_mask, **options
-        )
-    grouped = query_BNSH.reshape(num_rows, key_BMWH.shape[1], -1, key_BMWH.shape[3])
-    mixed = scaled_dot_product_attention(
-        grouped, key_BMWH, value_BMWH, attn_mask=attention_mask, scale=options["scaling"]
+        if sinks_N is None and (window is None or window >= num_positions):
+            return sdpa_attention_forward(  # type: ignore[no-any-return]
+                module, query_BNSH, key_BMWH, value_BMWH, attention_mask, **options
+            )
+        position_P = torch.arange(num_positions, device=query_BNSH.device)
+        past_PP = position_P[:, None] - position_P
+        is_hidden_PP = (past_PP < 0) | (past_PP >= (window or num_positions))
+        mask = query_BNSH.new_zeros(is_hidden_PP.shape).masked_fill(is_hidden_PP, -torch.inf)
+        mask, grouped = mask.expand(1, num_heads, -1, -1), query_BNSH
+    else:
+        if window is not None:
+            key_BMWH, value_BMWH = key_BMWH[:, :, -window:], value_BMWH[:, :, -window:]
+            attention_mask = None if attention_mask is None else attention_mask[..., -window:]
+        mask = attention_mask
+        grouped = query_BNSH.reshape(num_rows, key_BMWH.shape[1], -1, key_BMWH.shape[3])
+    if sinks_N is not None:  # one more key of zeros, whose value is zeros
+        if mask is None:
+            mask = query_BNSH.new_zeros(1, 1, 1, key_BMWH.shape[2])
+        sinks = sinks_N.to(mask.dtype).view(1, grouped.shape[1], -1, 1)
+        shape = (len(mask), *grouped.shape[1:3])
+        mask = torch.cat((mask.expand(*shape, -1), sinks.expand(*shape, 1)), dim=-1)
+        key_BMWH, value_BMWH = (F.pad(part, (0, 0, 0, 1)) for part in (key_BMWH, value_BMWH))
+    mixed = F.scaled_dot_product_attention(
+        grouped, key_BMWH, value_BMWH, attn_mask=mask, scale=options["scaling"], enable_gqa=True
     )
+    if num_positions > 1:
+        return mixed.transpose(1, 2), None
     return mixed.reshape(num_rows, 1, num_heads, value_BMWH.shape[3]), None
 
 

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from bapo_megatron.config.schema import RunConfig
     from bapo_megatron.engine.base import Backend
 
-_EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+_EXPERTS = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 _HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral", *_EXPERTS, *_HYBRIDS)
-"""Models whose layers attend to all positions or are gated delta nets, as ``cache`` requires."""
+"""Models whose layers are those that ``cache`` has."""
+_LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 
 _NO_SERVER = "it has no server"
 _ALLOWED: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -51,18 +52,13 @@ class LocalKind:
         hf_config = check_model_dir(config.model.path)
         names = ("model_type", "use_sliding_window", "layer_types")
         model_type, is_sliding, layers = map(hf_config.get, names)
-        if model_type == "mistral":  # its window is on by default
-            is_sliding = hf_config.get("sliding_window", 4096) is not None
-        others = set(layers or ()) - {"full_attention"}
-        if model_type in _HYBRIDS:
-            others -= {"linear_attention"}
+        others = set(layers or ()) - _LAYERS
         if model_type not in MODEL_TYPES or is_sliding or others:
             raise ConfigError(
                 f"model.path: with rollout.engine=local, model_type must be one of "
-                f"{', '.join(MODEL_TYPES)}, without use_sliding_window (mistral: with "
-                f"sliding_window null) and with full_attention in all layers, whose KV cache has "
-                f"all positions, got {model_type}, {is_sliding} and {sorted(others) or layers}; "
-                "choose another model, or another rollout.engine"
+                f"{', '.join(MODEL_TYPES)}, without use_sliding_window, and layers of "
+                f"{', '.join(sorted(_LAYERS))}, got {model_type}, {is_sliding} and "
+                f"{sorted(others) or layers}; choose another model, or another rollout.engine"
             )
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:

@@ -174,6 +174,12 @@ def refuse_unknown(fields: ConfigJson) -> None:
     Such as biases, windows, dropout, quantization.
     """
     extra: dict[str, Any] = fields.model_extra or {}
+    if isinstance(quantization := extra.get("quantization_config"), dict):
+        raise ValueError(
+            "'quantization_config' must be absent: quantized weights are not trained, got "
+            f"{shown_value(quantization.get('quant_method'))}; load the model with transformers, "
+            "dequantized, and save it in bfloat16"
+        )
     for name, value in extra.items():
         if name not in HARMLESS_FIELDS and value:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models of its architecture, such as Moonlight: MLA, and experts.
+"""DeepSeek-V3 and models of its architecture, Moonlight and Kimi K2: MLA, and experts.
 
 Experts are GLM-4.5's, optionally in groups.
 """
@@ -42,7 +42,12 @@ class DeepseekV3Json(SigmoidMoeJson):
     seq_aux: bool = False
 
 
-def _understand(deepseek: DeepseekV3Json) -> HfConfig:
+def understand_deepseek(deepseek: DeepseekV3Json) -> HfConfig:
+    """Return the architecture that the fields describe.
+
+    Raises:
+        ValueError: Fields contradict each other, or name what is not supported.
+    """
     latent = LatentAttention(
         query_rank=deepseek.q_lora_rank,
         key_value_rank=deepseek.kv_lora_rank,
@@ -97,13 +102,14 @@ def _understand(deepseek: DeepseekV3Json) -> HfConfig:
     return replace(common, head_dim=head_dim, mixers=mixers, experts=experts)
 
 
-FAMILIES = (
+FAMILIES = tuple(
     Family(
-        "deepseek_v3",
+        model_type,
         "DeepseekV3ForCausalLM",
         DeepseekV3Json,
-        _understand,
+        understand_deepseek,
         decoder_layer,
         is_draft,
-    ),
+    )
+    for model_type in ("deepseek_v3", "kimi_k2")
 )

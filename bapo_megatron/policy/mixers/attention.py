@@ -1,8 +1,13 @@
-"""Causal attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245)."""
+"""Causal attention with grouped queries (Ainslie et al. 2023, arXiv 2305.13245).
+
+Optionally within a sliding window (Mistral, arXiv 2310.06825), and with a learnt sink per head, one
+more logit of the softmax without a value (gpt-oss, arXiv 2508.10925).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.architecture import HfConfig, Weight, YarnRope
 from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
 
@@ -34,9 +39,16 @@ _QK_NORM = (
 )
 
 
+_SINKS = Weight("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), ("heads",), 0)
+
+
 @dataclass(frozen=True)
 class Attention(Mixer):
-    """Its sizes are those of ``HfConfig``."""
+    """Its other sizes are those of ``HfConfig``."""
+
+    window: int | None = None
+    """Tokens that a token attends to, itself and those before it; None: all. One size per model."""
+    has_sinks: bool = False
 
     title = "attention"
 
@@ -45,13 +57,32 @@ class Attention(Mixer):
         weights = [_NORM, _GATED_QKV if hf.output_gate else _QKV, _OUTPUT]
         weights += [_QKV_BIAS] if hf.qkv_bias else []
         weights += [_OUTPUT_BIAS] if hf.output_bias else []
+        weights += [_SINKS] if self.has_sinks else []
         return (*weights, *(_QK_NORM if hf.qk_norm else ()))
+
+    def dimensions(self, hf: HfConfig) -> dict[str, int]:
+        """See ``Mixer``."""
+        return {"heads": hf.num_heads}
+
+    def layout_error(self, parallel: ParallelConfig) -> str | None:
+        """See ``Mixer``; Transformer Engine has no ring attention of packed sequences for these."""
+        if parallel.context == 1 or (self.window is None and not self.has_sinks):
+            return None
+        return (
+            "parallel.context: must be 1 for a model with sliding windows or attention sinks, got "
+            f"{parallel.context}; leave it out"
+        )
 
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
         """See ``Mixer``; YaRN scales rotated queries and keys, so their products by the square."""
-        if not isinstance(hf.rope_scaling, YarnRope):
-            return {}
-        return {"softmax_scale": hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5}
+        options: dict[str, Any] = {"softmax_type": "learnable"} if self.has_sinks else {}
+        if isinstance(hf.rope_scaling, YarnRope):
+            options["softmax_scale"] = hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5
+        if self.window is not None:
+            has_window = [isinstance(m, Attention) and m.window is not None for m in hf.mixers]
+            options["window_size"] = (self.window - 1, 0)
+            options["window_attn_skip_freq"] = [int(has) for has in has_window]
+        return options
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
         """See ``Mixer``."""
@@ -72,7 +103,10 @@ class Attention(Mixer):
             attention.linear_proj = lambda *args, **kw: linear(*args, **{**kw, "bias": True})
 
     def flops(self, hf: HfConfig) -> tuple[int, int]:
-        """See ``Mixer``; queries with keys and scores with values, half of the pairs each."""
+        """See ``Mixer``; queries with keys and scores with values, half of the pairs each.
+
+        A window's limit is not counted.
+        """
         return 0, 2 * hf.num_heads * hf.head_dim
 
     def cached_channels(self, hf: HfConfig) -> int:
