@@ -221,8 +221,7 @@ class PackedCausalAttention(nn.Module):
             self.window = config.window_size[0] + 1
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // self.tensor.size()
-            self.softmax_offset = _replicated(config, num_heads)
-            self.softmax_offset.sequence_parallel = False  # its gradient is of whole sequences
+            self.softmax_offset = _weight(config, num_heads)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -381,9 +380,13 @@ def normalised(linear: Any, hidden: Tensor) -> Tensor:
     return F.rms_norm(hidden, hidden.shape[-1:], weight, config.layernorm_epsilon)
 
 
-def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
+def _weight(config: TransformerConfig, *shape: int) -> nn.Parameter:
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-    weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
+    return nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
+
+
+def _replicated(config: TransformerConfig, *shape: int) -> nn.Parameter:
+    weight = _weight(config, *shape)
     # Sequence-parallel ranks see a part of the tokens each: Megatron sums marked gradients.
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
     return weight

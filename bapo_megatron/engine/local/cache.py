@@ -47,6 +47,7 @@ def _attend(
 
     num_rows, num_heads, num_positions, _ = query_BNSH.shape
     window, sinks_N = options.get("sliding_window"), options.get("s_aux")
+    mask: Tensor | None
     if num_positions > 1:
         if sinks_N is None and (window is None or window >= num_positions):
             return sdpa_attention_forward(  # type: ignore[no-any-return]
@@ -55,20 +56,18 @@ def _attend(
         position_P = torch.arange(num_positions, device=query_BNSH.device)
         past_PP = position_P[:, None] - position_P
         is_hidden_PP = (past_PP < 0) | (past_PP >= (window or num_positions))
-        mask = query_BNSH.new_zeros(is_hidden_PP.shape).masked_fill(is_hidden_PP, -torch.inf)
-        mask, grouped = mask.expand(1, num_heads, -1, -1), query_BNSH
+        hidden_PP = query_BNSH.new_zeros(is_hidden_PP.shape).masked_fill(is_hidden_PP, -torch.inf)
+        mask, grouped = hidden_PP.expand(1, num_heads, -1, -1), query_BNSH
     else:
         if window is not None:
             key_BMWH, value_BMWH = key_BMWH[:, :, -window:], value_BMWH[:, :, -window:]
-            attention_mask = None if attention_mask is None else attention_mask[..., -window:]
-        mask = attention_mask
+        mask = None if attention_mask is None else attention_mask[..., -key_BMWH.shape[2] :]
         grouped = query_BNSH.reshape(num_rows, key_BMWH.shape[1], -1, key_BMWH.shape[3])
     if sinks_N is not None:  # one more key of zeros, whose value is zeros
-        if mask is None:
-            mask = query_BNSH.new_zeros(1, 1, 1, key_BMWH.shape[2])
-        sinks = sinks_N.to(mask.dtype).view(1, grouped.shape[1], -1, 1)
-        shape = (len(mask), *grouped.shape[1:3])
-        mask = torch.cat((mask.expand(*shape, -1), sinks.expand(*shape, 1)), dim=-1)
+        seen = query_BNSH.new_zeros(1, 1, 1, key_BMWH.shape[2]) if mask is None else mask
+        sinks = sinks_N.to(seen.dtype).view(1, grouped.shape[1], -1, 1)
+        shape = (len(seen), *grouped.shape[1:3])
+        mask = torch.cat((seen.expand(*shape, -1), sinks.expand(*shape, 1)), dim=-1)
         key_BMWH, value_BMWH = (F.pad(part, (0, 0, 0, 1)) for part in (key_BMWH, value_BMWH))
     mixed = F.scaled_dot_product_attention(
         grouped, key_BMWH, value_BMWH, attn_mask=mask, scale=options["scaling"], enable_gqa=True
