@@ -10,7 +10,7 @@ import typer
 from bapo_megatron.commands.options import JsonOption, OverridesArgument, load
 from bapo_megatron.runtime.processes import launched_number
 from bapo_megatron.telemetry.console import rich_table, uncut_console
-from bapo_megatron.tools.doctor import diagnose, probe
+from bapo_megatron.tools.doctor import diagnose, probe, supported_models
 from bapo_megatron.tools.preflight import check_cluster
 
 
@@ -30,6 +30,7 @@ def command(
     min_free: Annotated[
         float | None, typer.Option(min=0, help="GB under run_dir; default: two checkpoints.")
     ] = None,
+    models: Annotated[bool, typer.Option("--models", help="List the models that train.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Report what was built, which kernels will run, and what is incompatible.
@@ -37,6 +38,14 @@ def command(
     With --cluster, compare and measure the nodes of a run. The exit status is 1 if there is a
     problem.
     """
+    if models:
+        columns = ("architecture", "model_type", "models", "only with", "engines")
+        described = [tuple(asdict(model).values()) for model in supported_models()]
+        if as_json:
+            typer.echo(json.dumps([asdict(model) for model in supported_models()], indent=2))
+        else:
+            uncut_console().print(rich_table("", columns, described, num_left=5))
+        return
     if cluster is None:
         if overrides:
             raise typer.BadParameter("only with --cluster CONFIG", param_hint="KEY=VALUE")

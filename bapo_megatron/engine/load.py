@@ -23,6 +23,8 @@ class EngineKind(Protocol):
 
     packages: ClassVar[Mapping[str, str]]
     """Distributions that its engines need, each with the tested version."""
+    model_types: ClassVar[tuple[str, ...] | None]
+    """Those of config.json that it samples; None: every one that trains."""
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """Raise a ``ConfigError`` for unsupported settings, before anything is started.

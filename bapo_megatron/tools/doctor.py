@@ -4,6 +4,7 @@
 """
 
 import importlib.util
+import json
 import platform
 import re
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 
@@ -19,6 +20,7 @@ from bapo_megatron import __version__
 from bapo_megatron.config.rollout import ENGINES
 from bapo_megatron.config.sandbox import SandboxConfig
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.policy.families import FAMILIES, TITLES
 from bapo_megatron.runtime.stack import REMEDY, error_of, stack_errors
 from bapo_megatron.runtime.versions import installed_version
 from bapo_megatron.sandbox.base import SandboxError
@@ -72,6 +74,35 @@ class Diagnosis:
     verdict: Verdict
     text: str
     remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SupportedModel:
+    """What ``doctor --models`` says of a family."""
+
+    architecture: str
+    model_type: str
+    title: str
+    only_with: str
+    """Fields of config.json of which other values are refused."""
+    engines: str
+
+
+def supported_models() -> list[SupportedModel]:
+    """Describe every family of ``policy.families``."""
+    models, sampled = [], load_kind("local").model_types or ()
+    for model_type, family in FAMILIES.items():
+        only = [
+            f"{name}: {' or '.join(json.dumps(value) for value in get_args(kind))}"
+            for name, field in family.fields.model_fields.items()
+            for kind in (field.annotation, *get_args(field.annotation))
+            if get_origin(kind) is Literal
+        ]
+        title = TITLES[model_type].rstrip(".")
+        engines = "SGLang, local" if model_type in sampled else "SGLang"
+        row = family.architecture, model_type, title, "; ".join(only), engines
+        models.append(SupportedModel(*row))
+    return models
 
 
 def probe() -> Machine:

@@ -40,6 +40,7 @@ class LocalKind:
 
     packages: ClassVar[Mapping[str, str]] = {}
     """None beyond the trainer's."""
+    model_types = MODEL_TYPES
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""

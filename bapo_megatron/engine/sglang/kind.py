@@ -24,6 +24,7 @@ class SglangKind:
     """SGLang servers: the run's own, or those of ``rollout.servers`` or its file."""
 
     packages: ClassVar[Mapping[str, str]] = {"sglang": VERSION}
+    model_types = None
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         """See ``EngineKind``."""
