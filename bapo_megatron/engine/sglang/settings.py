@@ -96,6 +96,14 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
     _check_deterministic(server.extra_args, is_on_cpu=is_here and not num_gpus)
     fields = check_model_dir(config.model.path)
     check_heads(fields, "rollout.server.tensor", server.tensor)
+    window, longest = fields.get("sliding_window", 4096), config.data.max_prompt_tokens
+    longest += rollout.max_response_tokens
+    if fields.get("model_type") == "mistral" and window is not None and longest > window:
+        raise ConfigError(
+            "rollout.max_response_tokens: with data.max_prompt_tokens must be at most the window "
+            f"{window} of a mistral, got {longest}: SGLang {VERSION} attends to all tokens, the "
+            "trainer to the window; lower one of them, or use rollout.engine: local"
+        )
     _check_model_is_accelerated(fields, server, is_on_cpu=is_here and not num_gpus)
     if server.port and server.port + server.count - 1 > _MAX_PORT:
         raise ConfigError(

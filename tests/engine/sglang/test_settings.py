@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -211,3 +211,24 @@ def test_an_engine_is_named_by_its_short_name_or_by_its_class() -> None:
     assert type(load_kind("bapo_megatron.engine.sglang.kind:SglangKind")) is SglangKind
     with pytest.raises(ConfigError, match=r"^rollout\.engine: .*not_there"):
         load_kind("not_there:X")
+
+
+def test_a_window_that_sglang_ignores_must_hold_the_longest_sequence(check: Check) -> None:
+    def write(**fields: Any) -> None:
+        whole = {"model_type": "mistral", "num_attention_heads": 8, **fields}
+        Path("model/config.json").write_text(json.dumps(whole))
+
+    prompt, fitting, longer = (
+        f"{key}={tokens}"
+        for key, tokens in (
+            ("data.max_prompt_tokens", 1024),
+            ("rollout.max_response_tokens", 3072),
+            ("rollout.max_response_tokens", 3073),
+        )
+    )
+    write()
+    check(prompt, fitting)
+    with pytest.raises(ConfigError, match=r"at most the window 4096 of a mistral, got 4097"):
+        check(prompt, longer)
+    write(sliding_window=None)
+    check(prompt, longer)
