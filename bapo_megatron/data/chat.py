@@ -50,7 +50,7 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
         OSError: The template's file cannot be read.
     """
     # It takes seconds to import, and reading prompts does not need it.
-    from transformers import AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 
     files = {path.name for path in model_path.iterdir()} if model_path.is_dir() else set()
     if "tiktoken.model" in files and "tokenizer.json" not in files:
@@ -58,8 +58,11 @@ def load_tokenizer(model_path: Path, chat_template: Path | None = None) -> Any:
             f"{model_path}: has tiktoken.model but no tokenizer.json, so its tokens follow from "
             "code beside it, which is not run; save the tokenizer as tokenizer.json there"
         )
+    model_type = str(_fields(model_path / "config.json").get("model_type", "llama"))
+    # Kimi K2's is one that transformers does not know, so that AutoTokenizer finds no class.
+    loader = AutoTokenizer if model_type in CONFIG_MAPPING else PreTrainedTokenizerFast
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer = loader.from_pretrained(model_path, local_files_only=True)
         if not tokenizer("1")["input_ids"]:
             raise ValueError("it finds no token in the text '1'")
     except Exception as error:

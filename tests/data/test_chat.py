@@ -150,6 +150,21 @@ def test_a_directory_without_a_tokenizer_is_refused_on_one_line(tmp_path, file, 
     assert "\n" not in str(caught.value)
 
 
+def test_code_beside_a_tokenizer_that_transformers_does_not_know_is_not_run(
+    tmp_path, tokenizer_dir
+):
+    shutil.copytree(tokenizer_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "kimi_k2", "rope_scaling": {"type": "yarn", "factor": 32.0}}'
+    )
+    (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit('it ran')")
+    path = tmp_path / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.Kimi", None]}}
+    own["tokenizer_class"] = "Kimi"
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    assert load_tokenizer(tmp_path)("1+1")["input_ids"]
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_process_that_has_loaded_no_model_loads_a_llama_s_tokenizer(tmp_path, tokenizer_dir):
