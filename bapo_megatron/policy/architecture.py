@@ -119,6 +119,10 @@ class HfConfig:
     """Whether attention's output is multiplied by the sigmoid of a gate, a part of ``q_proj``."""
     zero_centered_norms: bool = False
     """Whether RMSNorm multiplies by 1 + weight; that of a delta net's output never does."""
+    norms_before: bool = True
+    """Whether a layer's attention and MLP have a norm before them."""
+    norms_after: bool = False
+    """Whether they have one after them, before the residual is added."""
     experts: Experts | None = None
     tensor_prefix: str = "model"
     """What names of Hugging Face tensors begin with, but for the output layer's."""

@@ -6,9 +6,10 @@ parallel linears with the twins of ``policy.local_layers``.
 
 import importlib.util
 from functools import partial
+from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.experts import GroupedExperts
-from bapo_megatron.policy.local_layers import NormColumnParallelLinear, RMSNorm
+from bapo_megatron.policy.local_layers import NormAfter, NormColumnParallelLinear, RMSNorm
 
 
 def layer_spec(
@@ -54,6 +55,7 @@ def _fused_layer(hf: HfConfig, config: TransformerConfig, number: int) -> Module
         **mixer.spec_options(hf),
     )
     mixer.put_into(layer, hf, is_fused=True)
+    _place_norms(layer.submodules, hf, TEColumnParallelLinear)
     return layer
 
 
@@ -75,9 +77,23 @@ def _layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
         submodules.pre_mlp_layernorm = IdentityOp
         linears = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
         submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)
+    _place_norms(submodules, hf, ColumnParallelLinear)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
     return layer
+
+
+def _place_norms(layer: Any, hf: HfConfig, linear_without_norm: Any) -> None:
+    """Change a spec of layers with fused norms before attention and MLP."""
+    if hf.norms_before and not hf.norms_after:
+        return
+    assert hf.experts is None, "experts have a norm before them alone"
+    attention, mlp = layer.self_attention.submodules, layer.mlp.keywords["submodules"]
+    if not hf.norms_before:
+        attention.linear_qkv = mlp.linear_fc1 = linear_without_norm
+    if hf.norms_after:
+        attention.linear_proj = NormAfter(attention.linear_proj)
+        mlp.linear_fc2 = NormAfter(mlp.linear_fc2)
 
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:

@@ -8,7 +8,7 @@ H = heads on this rank, G = key/value groups on this rank, D = channels of a hea
 the MLP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,28 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         eps = self.config.layernorm_epsilon
         normalised = _rms_norm(hidden, self.layer_norm_weight, eps, self.config)
         return super().forward(normalised, *args, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class NormAfter:
+    """Builds a row-parallel linear, Transformer Engine's too, whose ``post_norm`` norms its output.
+
+    Adapters of the linear add to what is normed: their hooks come first.
+    """
+
+    linear: Callable[..., nn.Module]
+
+    def __call__(self, *sizes: int, config: TransformerConfig, **options: Any) -> nn.Module:
+        """Build it."""
+        linear = self.linear(*sizes, config=config, **options)
+        linear.post_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        linear.register_forward_hook(_with_post_norm)
+        return linear
+
+
+def _with_post_norm(linear: Any, inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
+    hidden, bias = output
+    return linear.post_norm(hidden if bias is None else hidden + bias), None
 
 
 class ReplicatedLinear(nn.Module):

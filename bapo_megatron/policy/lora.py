@@ -257,7 +257,7 @@ class Lora:
                     lora.adapters[weight] = adapter
                     of_linear.setdefault(owners[parameter], []).append(adapter)
             for linear, adapters in of_linear.items():
-                linear.register_forward_hook(partial(lora._add, adapters))
+                linear.register_forward_hook(partial(lora._add, adapters), prepend=True)
             chunk.lora = ChunkAdapters(a for adapters in of_linear.values() for a in adapters)
         return lora
 

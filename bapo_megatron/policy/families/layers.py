@@ -1,5 +1,7 @@
 """The weights of the layers that families are built of."""
 
+from dataclasses import replace
+
 from bapo_megatron.policy.architecture import HfConfig, LayerWeights, Weight
 
 
@@ -23,6 +25,9 @@ _NORM_NAMES = ("post_attention_layernorm.weight",)
 DENSE_MLP = (
     Weight("mlp.linear_fc1.layer_norm_weight", _NORM_NAMES, ("hidden",)),
     *_swiglu("mlp", "mlp", "intermediate"),
+)
+NORM_AFTER = Weight(
+    "mlp.linear_fc2.post_norm.weight", ("post_feedforward_layernorm.weight",), ("hidden",)
 )
 EXPERTS = (
     Weight("pre_mlp_layernorm.weight", _NORM_NAMES, ("hidden",)),
@@ -48,7 +53,12 @@ def decoder_layer(hf: HfConfig, layer: int) -> LayerWeights:
 def feed_forward(hf: HfConfig, layer: int) -> LayerWeights:
     """Return the weights of a gated MLP, or of a router and experts."""
     if hf.experts is None or not hf.has_experts(layer):
-        return LayerWeights(DENSE_MLP)
+        norm, *linears = DENSE_MLP
+        norms = [norm] if hf.norms_before else []
+        if hf.norms_after:  # attention's is what most models call the one before the MLP
+            norms = [replace(n, hf=("pre_feedforward_layernorm.weight",)) for n in norms]
+            linears.append(NORM_AFTER)
+        return LayerWeights((*norms, *linears))
     bias = [EXPERT_BIAS] if hf.experts.has_bias else []
     shared: tuple[Weight, ...] = ()
     if hf.experts.shared_intermediate_size:

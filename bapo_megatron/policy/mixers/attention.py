@@ -14,6 +14,9 @@ from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
 _NORM = Weight(
     "self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)
 )
+_NORM_AFTER = Weight(
+    "self_attention.linear_proj.post_norm.weight", ("post_attention_layernorm.weight",), ("hidden",)
+)
 _QKV = Weight(
     "self_attention.linear_qkv.weight",
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -54,7 +57,9 @@ class Attention(Mixer):
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
         """See ``Mixer``."""
-        weights = [_NORM, _GATED_QKV if hf.output_gate else _QKV, _OUTPUT]
+        weights = [_NORM] if hf.norms_before else []
+        weights += [_GATED_QKV if hf.output_gate else _QKV, _OUTPUT]
+        weights += [_NORM_AFTER] if hf.norms_after else []
         weights += [_QKV_BIAS] if hf.qkv_bias else []
         weights += [_OUTPUT_BIAS] if hf.output_bias else []
         weights += [_SINKS] if self.has_sinks else []
