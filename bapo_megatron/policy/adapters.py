@@ -242,6 +242,8 @@ def peft_obstacle(hf: HfConfig, config: LoraConfig) -> str:
     joined = targets_of(hf, config) & {*_EXPERT_TARGETS} if hf.experts else set()
     if len(joined & {"gate_proj", "up_proj"}) == 1:
         return "it adapts gate_proj and up_proj of experts only together"
+    if hf.tensor_prefix.startswith("language_model"):
+        return "it knows the layers beside a vision tower by other names"
     if joined and hf.tensor_prefix != "model":
         return "it does not find the experts of a model with a vision tower"
     return ""

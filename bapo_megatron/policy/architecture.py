@@ -31,6 +31,13 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Frequencies divided by one factor, ``rope_type: linear``."""
+
+    factor: Positive
+
+
+@dataclass(frozen=True, slots=True)
 class YarnRope:
     """YaRN (Peng et al. 2023, arXiv 2309.00071), ``rope_type: yarn``: frequencies and attention."""
 
@@ -105,7 +112,7 @@ class HfConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     rope_theta: float
-    rope_scaling: Llama3Rope | YarnRope | None
+    rope_scaling: LinearRope | Llama3Rope | YarnRope | None
     tied_embeddings: bool
     qkv_bias: bool
     """Biases on the query, key and value projections."""
@@ -115,6 +122,14 @@ class HfConfig:
     """Bias on the output projection of attention."""
     rotary_share: float = 1.0
     """Share of a head's channels, the first ones, that are rotated."""
+    local_rope_theta: float | None = None
+    """Base of the unscaled rotary embeddings of layers with a window; None: as other layers."""
+    attention_scale: float | None = None
+    """Factor of the products of queries and keys; None: head_dim^-0.5."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the gated MLP; gelu is the tanh approximation."""
+    scales_embeddings: bool = False
+    """Whether embeddings, but not the output layer, are multiplied by sqrt(hidden_size)."""
     output_gate: bool = False
     """Whether attention's output is multiplied by the sigmoid of a gate, a part of ``q_proj``."""
     zero_centered_norms: bool = False

@@ -10,6 +10,7 @@ the MLP.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,11 +157,12 @@ class PackedRotaryEmbedding(nn.Module):
 
 
 def use_own_kernels(gpt: GPTModel) -> None:
-    """Have Megatron rotate a packed batch in one go, as with Transformer Engine; and our SwiGLU.
+    """Have Megatron rotate a packed batch in one go, as with Transformer Engine, and use our gates.
 
     Megatron's needs torch's compiler. Replaces the kernels for every model of this process.
     """
     mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = swiglu, weighted_swiglu
+    mlp.bias_geglu_impl = geglu
     for module in list(gpt.modules()):
         if isinstance(rope := getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
             module.rotary_pos_emb = PackedRotaryEmbedding(rope, gpt.config.params_dtype)
@@ -365,7 +367,16 @@ def swiglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
     The backward pass keeps the input alone. Autograd would keep silu(gate) and up as well, and
     concatenate the gradients of the two halves.
     """
-    return _SwiGlu.apply(gate_up_N2F)
+    return _Gated.apply(gate_up_N2F, F.silu, torch.ops.aten.silu_backward.grad_input)
+
+
+def geglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
+    """Return gelu(gate) · up, as ``swiglu``, in place of Megatron's ``bias_geglu_impl``."""
+    return _Gated.apply(gate_up_N2F, _gelu, _gelu_backward)
+
+
+_gelu = partial(F.gelu, approximate="tanh")
+_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 
 
 def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: Any) -> Tensor:
@@ -373,23 +384,26 @@ def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: An
     return (swiglu(gate_up_N2F) * weights_N1).to(gate_up_N2F.dtype)
 
 
-class _SwiGlu(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up_N2F: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gate_up_N2F: Tensor, activate: Callable[[Tensor], Tensor], backward: Any
+    ) -> Tensor:
         ctx.save_for_backward(gate_up_N2F)
+        ctx.activate, ctx.of_activation = activate, backward
         gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-        return F.silu(gate_NF).mul_(up_NF)
+        return activate(gate_NF).mul_(up_NF)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None]:
         (gate_up_N2F,) = ctx.saved_tensors
         gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
         gradient_N2F = torch.empty_like(gate_up_N2F)
         of_gate_NF, of_up_NF = gradient_N2F.chunk(2, dim=-1)
-        torch.mul(gradient_NF, F.silu(gate_NF), out=of_up_NF)
-        torch.ops.aten.silu_backward.grad_input(gradient_NF * up_NF, gate_NF, grad_input=of_gate_NF)
-        return gradient_N2F
+        torch.mul(gradient_NF, ctx.activate(gate_NF), out=of_up_NF)
+        ctx.of_activation(gradient_NF * up_NF, gate_NF, grad_input=of_gate_NF)
+        return gradient_N2F, None, None
 
 
 def normalised(linear: Any, hidden: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import random
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelConfig
-from bapo_megatron.policy.architecture import HfConfig, YarnRope
+from bapo_megatron.policy.architecture import HfConfig, LinearRope, YarnRope
 from bapo_megatron.policy.hf_config import check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
 from bapo_megatron.policy.local_layers import use_own_kernels
@@ -82,6 +83,7 @@ def build_chunks(
             use_own_kernels(gpt)
             # It would plan anew for every length of a sequence, which takes up to a second.
             torch.backends.cuda.enable_cudnn_sdp(False)
+        _add_hooks(gpt, hf)
         chunks.append(gpt.to(groups.device))
     return chunks
 
@@ -115,9 +117,42 @@ def _scale_frequencies(rope: RotaryEmbedding, hf: HfConfig) -> None:
             torch.arange(0, hf.rotary_dim, 2, device=mask.device) / hf.rotary_dim
         )
         rope.inv_freq = 1 / (scaling.factor * powers) * (1 - mask) + rope.inv_freq * mask
+    elif isinstance(scaling, LinearRope):
+        rope.inv_freq = rope.inv_freq / scaling.factor
     elif scaling is not None:
         # GPTModel's own option fixes all values but the factor.
         rope.inv_freq = rope._apply_scaling(rope.inv_freq, **asdict(scaling))
+    if hf.local_rope_theta is not None:
+        # The table of angles gets the channels of both, which ``_add_hooks`` separates.
+        channels = torch.arange(0, hf.rotary_dim, 2, device=rope.inv_freq.device)
+        local = 1 / hf.local_rope_theta ** (channels / hf.rotary_dim)
+        rope.inv_freq = torch.cat((rope.inv_freq, local))
+
+
+def _add_hooks(gpt: GPTModel, hf: HfConfig) -> None:
+    if hf.scales_embeddings and gpt.pre_process:
+        gpt.embedding.register_forward_hook(_scale_embeddings)
+    if hf.local_rope_theta is None:
+        return
+    gpt.rotary_pos_emb.register_forward_hook(_separate_angles)
+    for layer in gpt.decoder.layers:
+        kind = int(getattr(hf.mixers[layer.layer_number - 1], "window", None) is not None)
+        take = partial(_take_angles, kind)
+        layer.self_attention.register_forward_pre_hook(take, with_kwargs=True)
+
+
+def _separate_angles(rope: nn.Module, args: Any, table: Tensor) -> Tensor:
+    """Stack the angles of layers without and with a window; channels repeat both frequencies."""
+    return table.unflatten(-1, (2, 2, -1)).movedim(-2, 0).flatten(-2)
+
+
+def _take_angles(kind: int, attention: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+    return args, {**options, "rotary_pos_emb": options["rotary_pos_emb"][kind]}
+
+
+def _scale_embeddings(embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """Multiply by sqrt(hidden size), rounded to the type of the weights as in transformers."""
+    return output * output.new_tensor(output.shape[-1] ** 0.5)
 
 
 def _is_latent(hf: HfConfig) -> bool:
@@ -145,7 +180,7 @@ def _transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=getattr(F, hf.activation),
         add_bias_linear=False,
         add_qkv_bias=hf.qkv_bias,
         qk_layernorm=hf.qk_norm,

@@ -244,7 +244,7 @@ def test_fields_that_a_user_ignores_may_have_any_value_but_none_that_is_read(
                 *(("model_type", "qwen2_moe"), ("model_type", "absent")),
                 ("architectures", ["Qwen2ForSequenceClassification"]),
                 ("layer_types", ["full_attention", "sliding_attention"]),
-                ("rope_scaling", {"type": "linear"}),
+                ("rope_scaling", {"type": "dynamic"}),
                 ("rope_parameters", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
                 *(("attention_bias", True), ("mlp_bias", True), ("use_sliding_window", True)),
                 *(("attention_dropout", 0.1), ("partial_rotary_factor", 0.5)),

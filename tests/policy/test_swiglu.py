@@ -1,33 +1,40 @@
-"""SwiGLU with its own backward pass has the bits of what autograd derives, and keeps less."""
+"""Gated MLPs with our own backward pass have the bits of what autograd derives, and keep less."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bapo_megatron.policy.local_layers import swiglu, weighted_swiglu
+from bapo_megatron.policy.local_layers import geglu, swiglu, weighted_swiglu
 
 SIZES = [(0, 8), (1, 1), (31, 33), (257, 96)]
 
 
-def by_autograd(gate_up: Tensor) -> Tensor:
+def by_autograd(gate_up: Tensor, activate: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
     """Megatron's formula without fusion."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * (up + 0.0)
+    return activate(gate) * (up + 0.0)
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
+@pytest.mark.parametrize(
+    ("gated", "activate"), [(swiglu, F.silu), (geglu, partial(F.gelu, approximate="tanh"))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "channels"), SIZES)
 def test_value_and_gradient_have_autograd_s_bits(
-    tokens: int, channels: int, dtype: torch.dtype
+    tokens: int, channels: int, dtype: torch.dtype, gated: Any, activate: Any
 ) -> None:
     gate_up = draw(tokens, 1, 2 * channels, dtype=dtype).requires_grad_()
     gradient = draw(tokens, 1, channels, dtype=dtype)
-    expected, output = by_autograd(gate_up), swiglu(gate_up, None, False, False)
+    expected, output = by_autograd(gate_up, activate), gated(gate_up, None)
     assert torch.equal(output, expected)
     (derived,) = torch.autograd.grad(expected, gate_up, gradient)
     (written,) = torch.autograd.grad(output, gate_up, gradient)

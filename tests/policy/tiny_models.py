@@ -28,6 +28,7 @@ FAMILIES = (
     "qwen3_5_text",
     "qwen3_next",
     "deepseek_v3",
+    "gemma3_text",
 )
 """Those of tests in every layout."""
 Models = dict[str, Path]
@@ -114,6 +115,26 @@ def _randomize(model: Any) -> None:
                 parameter.sub_(3.0)  # or states would forget within few tokens
 
 
+def make_gemma_vision_model(directory: Path, **changes: Any) -> Path:
+    """As published: a vision tower and its projector, under the names of older transformers."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision = sizes | {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    text = _config(
+        "gemma3_text", {"num_hidden_layers": 4, "max_position_embeddings": 512} | changes
+    )
+    torch.manual_seed(0)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).float()
+    _randomize(model)
+    model.save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    return directory
+
+
 def make_vision_model(directory: Path) -> Path:
     """As published: a vision tower, and a tensor of a head for multi-token prediction."""
     import transformers
@@ -152,6 +173,8 @@ def model_class(family: str) -> Any:
         "deepseek_v3": transformers.DeepseekV3ForCausalLM,
         "glm4_moe_lite": transformers.Glm4MoeLiteForCausalLM,
         "moonlight": transformers.DeepseekV3ForCausalLM,
+        "gemma3": transformers.Gemma3ForConditionalGeneration,
+        "gemma3_text": transformers.Gemma3ForCausalLM,
         "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
         "qwen3_next": transformers.Qwen3NextForCausalLM,
         "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
@@ -209,6 +232,17 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             "topk_group": 1,
             "n_shared_experts": 1,
             "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+        "gemma3_text": {
+            "pad_token_id": None,  # transformers keeps its embedding out of training
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 4,
+            "sliding_window_pattern": 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            },
         },
         "qwen3_5_text": HYBRID,
         "qwen3_next": HYBRID | HYBRID_EXPERTS,

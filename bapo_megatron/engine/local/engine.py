@@ -50,6 +50,8 @@ def load_model(path: Path, dtype: str, device: str) -> tuple[Any, frozenset[int]
     register_attention()
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         path,
+        config=transformers.AutoConfig.from_pretrained(path).get_text_config(),
+        key_mapping={"^language_model.model": "model"},  # beside Gemma 3's vision tower
         dtype=getattr(torch, dtype),
         attn_implementation=ATTENTION,
         local_files_only=True,
@@ -389,7 +391,10 @@ class LocalWeights:
     def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
         """Copy tensors into the model; copy none if one does not belong to it."""
         # A vision tower's language model is loaded without it, and without its part of the names.
-        tensors = {name.replace(".language_model.", ".", 1): t for name, t in tensors.items()}
+        tensors = {
+            name.replace(".language_model.", ".", 1).removeprefix("language_model."): tensor
+            for name, tensor in tensors.items()
+        }
         for name, tensor in tensors.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:

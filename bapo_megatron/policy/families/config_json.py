@@ -2,27 +2,24 @@
 
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from bapo_megatron.policy.architecture import HfConfig, Llama3Rope, Positive, YarnRope
+from bapo_megatron.policy.architecture import HfConfig, LinearRope, Llama3Rope, Positive, YarnRope
 from bapo_megatron.policy.mixers.attention import Attention
 from bapo_megatron.runtime.calls import decode, shown_value
 
-DEFAULT_ROPE_THETA = 10_000.0
-"""Base of rotary embeddings where config.json gives none, as in transformers."""
-
 HARMLESS_FIELDS = (
     # For a window that use_sliding_window and layer_types rule out.
-    "max_window_layers",
+    *("max_window_layers", "_sliding_window_pattern"),
     # Training from scratch, generation, and the file itself.
     *("initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("unk_token_id", "is_llama_config", "transformers.js_config", "_model_name_or_path"),
     *("dtype", "torch_dtype", "transformers_version", "_name_or_path", "id2label", "label2id"),
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
-    *("router_aux_loss_coef", "output_router_logits"),
+    *("router_aux_loss_coef", "output_router_logits", "cache_implementation"),
 )
 """Fields that do not change what the model computes."""
 
@@ -38,13 +35,13 @@ class RopeJson(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     rope_theta: Positive | None = None
-    rope_type: Literal["default", "llama3", "yarn"] = Field(
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = Field(
         "default", validation_alias=AliasChoices("rope_type", "type")
     )
     partial_rotary_factor: Share | None = None
     attention_factor: Positive | None = None
 
-    def scaling(self, max_position_embeddings: int) -> Llama3Rope | YarnRope | None:
+    def scaling(self, max_position_embeddings: int) -> LinearRope | Llama3Rope | YarnRope | None:
         """Return the scaling of frequencies.
 
         Raises:
@@ -53,8 +50,8 @@ class RopeJson(BaseModel):
         fields = {name: value for name, value in (self.model_extra or {}).items() if name != "type"}
         if self.rope_type == "default":
             return None
-        if self.rope_type == "llama3":
-            return decode(Llama3Rope, fields)
+        if self.rope_type != "yarn":
+            return decode({"linear": LinearRope, "llama3": Llama3Rope}[self.rope_type], fields)
         original = {"original_max_position_embeddings": max_position_embeddings}
         yarn = decode(YarnRope, original | fields)
         actual, expected = self.attention_factor, yarn.attention_factor
@@ -74,6 +71,8 @@ class ConfigJson(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
+    default_rope_theta: ClassVar[float] = 10_000.0
+    """Base of rotary embeddings where config.json gives none, as in transformers."""
     model_type: str
     architectures: list[str] | None = None
     vocab_size: Annotated[int, Field(ge=1, le=1 << 24)]
@@ -129,7 +128,7 @@ def understand_common(
     # transformers 5 writes rope_parameters, older ones two fields; readers differ in which counts.
     ropes = [rope for rope in (fields.rope_parameters, fields.rope_scaling) if rope]
     bases = [fields.rope_theta, *(rope.rope_theta for rope in ropes)]
-    thetas = {theta for theta in bases if theta is not None} or {DEFAULT_ROPE_THETA}
+    thetas = {theta for theta in bases if theta is not None} or {fields.default_rope_theta}
     positions = fields.max_position_embeddings
     scalings = {rope.scaling(positions) for rope in ropes if rope.model_fields_set}
     if len(thetas) > 1 or len(scalings) > 1:

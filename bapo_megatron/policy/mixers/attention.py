@@ -83,6 +83,8 @@ class Attention(Mixer):
         options: dict[str, Any] = {"softmax_type": "learnable"} if self.has_sinks else {}
         if isinstance(hf.rope_scaling, YarnRope):
             options["softmax_scale"] = hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5
+        if hf.attention_scale is not None:
+            options["softmax_scale"] = hf.attention_scale
         if self.window is not None:
             has_window = [isinstance(m, Attention) and m.window is not None for m in hf.mixers]
             options["window_size"] = (self.window - 1, 0)

@@ -63,6 +63,10 @@ def layer_tensors(case: Scenario, recompute: Recompute, mixer: Mixer) -> dict[st
         "gate and up": 2 * mlp,
         "input of the down product": mlp,
     }
+    if hf.norms_after:  # never Transformer Engine's; their outputs are only added
+        element_bytes = FLOAT32_BYTES if hf.zero_centered_norms else case.element_bytes
+        num_bytes = element_bytes * hf.hidden_size + FLOAT32_BYTES
+        tensors["inputs of the norms after"] = 2 * num_bytes / case.layout.sequence_ranks
     if hf.experts is not None:
         ranks, visits = case.layout.sequence_ranks, hf.experts.per_token
         tensors["tokens of experts"] = visits * case.hidden_bytes

@@ -16,9 +16,10 @@ from bapo_megatron.engine.base import BucketLayout, SamplingSettings
 from bapo_megatron.engine.collective import WeightGroup
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
+from examples.tiny.model import build_tokenizer
 from tests.engine.helpers import change_weights, make_model_dir, reference_logprobs
 from tests.engine.local.setting import complete, finish, opened, request, start
-from tests.policy.tiny_models import load_reference
+from tests.policy.tiny_models import load_reference, make_gemma_vision_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,6 +135,7 @@ async def test_a_weight_of_another_model_or_a_missing_one_is_named_and_changes_n
         ("glm4_moe", "model."),
         ("deepseek_v3", "model."),
         ("qwen3_5_text", "model.language_model."),  # beside a vision tower
+        ("gemma3_text", "model."),
     ],
 )
 async def test_weights_have_the_names_of_their_family(
@@ -157,6 +159,26 @@ async def test_weights_have_the_names_of_their_family(
     _assert_of(changed, completion)
     with pytest.raises(AssertionError):
         _assert_of(directory, completion)
+
+
+async def test_a_language_model_is_loaded_without_its_vision_tower(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(512)
+    directory = make_gemma_vision_model(tmp_path / "model", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(directory)
+
+    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        names = [name for name in tensors if name.startswith("language_model.")]
+        return {name: 1.1 * tensors[name] for name in names}
+
+    changed = _changed(directory, tmp_path / "changed", change)
+    async with opened(directory) as engine:
+        completions = await complete(engine, request(PROMPT, LONG))
+        await _load(engine, changed, 1)
+        completions += await complete(engine, request(PROMPT, LONG, version=1))
+    tensors = _weights(directory) | _weights(changed)
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    for source, completion in zip((directory, changed), completions, strict=True):
+        _assert_of(source, completion)
 
 
 async def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:

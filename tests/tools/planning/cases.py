@@ -51,6 +51,7 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
             {"tensor": 4, "sequence": True, "pipeline": 2},
             {"tensor": 2, "sequence": True, "pipeline": 2, "context": 4},
         ),
+        "gemma-3-4b-it": ({"tensor": 4, "sequence": True, "pipeline": 2},),
         "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
         "moonlight-16b-a3b": (
             {"expert": 8},
@@ -71,6 +72,7 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "tensor": ("qwen2", "bfloat16", {"tensor": 2}, {}),
     "sequence": ("qwen3", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "sequence, full": ("qwen2", "bfloat16", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
+    "norms after": ("gemma3_text", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "experts": ("qwen3_moe", "bfloat16", {}, {}),
     "latents": ("deepseek_v3", "bfloat16", {}, {}),
     "latents, selective": ("deepseek_v3", "bfloat16", {}, {"recompute": "selective"}),
@@ -131,6 +133,9 @@ def small_model(family: str, layers: int) -> HfConfig:
         tied_embeddings=False,
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
+        zero_centered_norms=family == "gemma3_text",
+        norms_after=family == "gemma3_text",
+        activation="gelu" if family == "gemma3_text" else "silu",
         experts=experts,
     )
 

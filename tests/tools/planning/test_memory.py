@@ -62,6 +62,10 @@ def test_biases_of_all_projections_of_attention_are_counted() -> None:
         ("octothinker-3b", 3_212_749_824),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-30b-a3b", 30_532_122_624),
+        # Those of transformers' language models, without vision tower.
+        ("gemma-3-1b-it", 999_885_952),
+        ("gemma-3-4b-it", 3_880_263_168),
+        ("gemma-3-27b-it", 27_009_346_304),
     ],
 )
 def test_a_whole_model_has_its_published_number_of_parameters(model: str, parameters: int) -> None:
