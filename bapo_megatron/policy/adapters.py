@@ -46,7 +46,7 @@ def target_of(name: str) -> str:
 def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
     """Return the linears of a weight that have adapters."""
     is_linear = weight.megatron.endswith(".weight") and weight.form != "vocab"
-    if not is_linear or weight.megatron.endswith("router.weight"):
+    if not is_linear or weight.is_stacked or weight.megatron.endswith("router.weight"):
         return []
     names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2]
     return [name for name in names if not config.targets or target_of(name) in config.targets]

@@ -92,6 +92,10 @@ class Experts:
     """Whether the shared experts' output is multiplied by a sigmoid of the token."""
     dense_layers: frozenset[int] = frozenset()
     """Layers with a dense MLP in place of experts."""
+    swiglu_limit: float | None = None
+    """Bound of gate and |up| in gpt-oss's SwiGLU, gate σ(1.702 gate) (up + 1); None: SwiGLU."""
+    has_linear_biases: bool = False
+    """Whether the router and the linears of experts have biases."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,9 @@ class Weight:
     of two parts, the first a, the others b."""
     axis: int | None = None
     """Axis that tensor-parallel ranks divide; None: every rank holds all of it."""
-    form: Literal["plain", "qkv", "gate_up", "vocab", "sections", "sections_by_head"] = "plain"
+    form: Literal[
+        "plain", "qkv", "gate_up", "interleaved", "vocab", "sections", "sections_by_head"
+    ] = "plain"
     """How the tensors are fused (``policy.hf_weights``)."""
     sections: tuple[str, ...] = ()
     """What Megatron's checkpoints call the parts of the tensors, with the forms ``sections``."""
@@ -219,6 +225,9 @@ class Weight:
     """Number of its expert in the layer; None: every expert-parallel rank holds it."""
     loads_with_previous: bool = False
     """Whether a server must get it in one call with the weight before: SGLang fuses them."""
+    is_stacked: bool = False
+    """Whether its tensor holds all experts of the layer, [experts, inputs, outputs] or [experts,
+    outputs]; ``shapes`` are [outputs, inputs] or [outputs] of this expert."""
     is_buffer: bool = False
     """Whether it is a float32 buffer: stored and exported, but not trained."""
 

@@ -151,11 +151,8 @@ def convert(
 
     with atomic_directory(target) as temporary:
         if is_checkpoint:
-            tensors = (
-                tensor
-                for weight, parameter in parameters()
-                for tensor in hf_weights.from_shards(weight, [parameter], hf).items()
-            )
+            weights = ((w, hf_weights.from_shards(w, [part], hf)) for w, part in parameters())
+            tensors = weight_export.stacked(weights, hf)
             files = weight_export.plan_files(hf, target_dtype, max_file_bytes, kept)
             weight_export.write_weights(chain(tensors, kept.items()), files, temporary)
             num_files, companions = len(files), temporary
@@ -166,7 +163,8 @@ def convert(
         if kept and not is_checkpoint:
             save_file(kept, companions / KEPT_NAME)
     kind = "Hugging Face" if is_checkpoint else "Megatron"
-    return Conversion(kind, sum(map(len, sizes)), total_bytes, target_dtype, num_files)
+    num_tensors = len({name for weight in table for name in weight.hf})
+    return Conversion(kind, num_tensors, total_bytes, target_dtype, num_files)
 
 
 Read = Callable[[Weight], Tensor]

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from bapo_megatron.ops.chunked import placeholder_gradient
-from bapo_megatron.policy.local_layers import weighted_swiglu
+from bapo_megatron.policy.local_layers import weighted_clamped_swiglu, weighted_swiglu
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of every factor of a grouped product."""
@@ -27,6 +27,12 @@ class GroupedExperts(SequentialMLP):
     They are computed one by one for a ``loop_reason``, and when they have no token.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for linear in self._linears("linear_fc2"):
+            # Without: a reduction over one rank, to whose output Megatron cannot add a bias.
+            linear.explicit_expert_comm = True  # type: ignore[assignment]
+
     def forward(
         self, hidden_NI: Tensor, tokens_per_expert: Tensor, probs_N: Tensor
     ) -> tuple[Tensor, None]:
@@ -35,19 +41,21 @@ class GroupedExperts(SequentialMLP):
             return super().forward(hidden_NI, tokens_per_expert, probs_N)[0], None
         sizes = tokens_per_expert.tolist()
         ends_E = tokens_per_expert.cumsum(0).to(hidden_NI.device, torch.int32, non_blocking=True)
+        config, weights_N1 = self.config, probs_N[:, None]
         gate_up = self._multiply("linear_fc1", hidden_NI, ends_E, sizes)
-        inner_NF = weighted_swiglu(gate_up, None, probs_N[:, None])
-        return self._multiply("linear_fc2", inner_NF, ends_E, sizes), None
+        if config.activation_func_clamp_value is None:
+            inner_NF = weighted_swiglu(gate_up, None, weights_N1)
+        else:
+            offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
+            inner_NF = weighted_clamped_swiglu(gate_up, None, weights_N1, False, offset, limit)
+        return self._multiply("linear_fc2", inner_NF, ends_E, sizes, weights_N1), None
 
     def loop_reason(self, dtype: torch.dtype) -> str:
         """Return why experts of ``dtype`` are computed one by one; empty if they are not."""
-        config = self.config
         if self.num_local_experts == 1:
             return "a single expert"
         if dtype not in _DTYPES:
             return f"{dtype}"
-        if config.add_bias_linear:
-            return "biases"
         expert = self.local_experts[0]
         widths = expert.linear_fc1.weight.shape + expert.linear_fc2.weight.shape
         if any(width * dtype.itemsize % _ALIGNMENT_BYTES for width in widths):
@@ -59,15 +67,30 @@ class GroupedExperts(SequentialMLP):
     def _linears(self, *names: str) -> list[nn.Module]:
         return [getattr(expert, name) for name in names for expert in self.local_experts]
 
-    def _multiply(self, name: str, hidden_NI: Tensor, ends_E: Tensor, sizes: list[int]) -> Tensor:
+    def _multiply(
+        self,
+        name: str,
+        hidden_NI: Tensor,
+        ends_E: Tensor,
+        sizes: list[int],
+        weights_N1: Tensor | None = None,
+    ) -> Tensor:
+        """Return products with biases, which are multiplied by ``weights_N1``."""
         linears = self._linears(name)
         for linear in linears:
             for hook in linear._forward_pre_hooks.values():
                 hook(linear, (hidden_NI,))  # Megatron waits for the gathered weights of each
         weights = [linear.weight for linear in linears]
-        return _GroupedLinear.apply(
+        product_NO: Tensor = _GroupedLinear.apply(
             hidden_NI, ends_E, sizes, linears[0].gradient_accumulation_fusion, *weights
         )
+        if linears[0].bias is None:
+            return product_NO
+        biases = [linear.bias.expand(size, -1) for linear, size in zip(linears, sizes, strict=True)]
+        if weights_N1 is not None:
+            parts = zip(biases, weights_N1.split(sizes), strict=True)
+            biases = [bias * weight for bias, weight in parts]
+        return (product_NO + torch.cat(biases)).to(product_NO.dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -51,12 +51,7 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
                 f"parallel.{key}: must divide the model's {count} {what}, got {size}; choose a "
                 "divisor"
             )
-    for key in () if experts else ("expert", "expert_tensor"):
-        if (getattr(parallel, key) or 1) > 1:
-            raise ConfigError(
-                f"parallel.{key}: needs a model with experts, got {getattr(parallel, key)}; leave "
-                "it out"
-            )
+    _check_expert_ranks(hf, parallel)
     kinds = ["experts"] if experts else []
     for mixer in hf.mixer_kinds:
         if message := mixer.layout_error(parallel):
@@ -66,6 +61,20 @@ def check_division(hf: HfConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"parallel.sequence: must be true for a model with {kinds[-1]} and parallel.tensor = "
             f"{tensor}, got false; set it to true"
+        )
+
+
+def _check_expert_ranks(hf: HfConfig, parallel: ParallelConfig) -> None:
+    for key in () if hf.experts else ("expert", "expert_tensor"):
+        if (getattr(parallel, key) or 1) > 1:
+            raise ConfigError(
+                f"parallel.{key}: needs a model with experts, got {getattr(parallel, key)}; leave "
+                "it out"
+            )
+    if hf.experts and hf.experts.has_linear_biases and parallel.expert_tensor_size > 1:
+        raise ConfigError(
+            "parallel.expert_tensor: must be 1 for a model whose experts have biases, got "
+            f"{parallel.expert_tensor_size}; set it to 1"
         )
 
 

@@ -6,6 +6,7 @@ hold equal parts of it along ``axis``:
 - ``qkv``: rows are interleaved by key/value group: the queries of group 0, its key, its value, then
   group 1, …; equal parts of these rows are whole groups.
 - ``gate_up``: each rank holds its part of gate, then its part of up.
+- ``interleaved``: as ``gate_up``; one Hugging Face tensor, a row of gate, its row of up, and so on.
 - ``sections``: as ``gate_up``, of any number of parts.
 - ``vocab``: rows of zeros pad the vocabulary, so that it divides equally.
 
@@ -36,6 +37,7 @@ from bapo_megatron.policy.weight_table import (
     hf_names,
     hf_shapes,
     section_rows,
+    stored_shapes,
     weight_table,
 )
 from bapo_megatron.runtime.calls import decode_json
@@ -120,15 +122,15 @@ def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
 
 def _num_blocks(weight: Weight, hf: HfConfig) -> int:
     """Return how many blocks of its sections follow each other in a Hugging Face tensor."""
-    if weight.form == "sections_by_head":
-        return hf.dimensions["delta_key_heads"]
+    if weight.form in ("sections_by_head", "interleaved"):
+        return hf.dimensions["delta_key_heads" if weight.form == "sections_by_head" else "expert"]
     return hf.num_heads if weight.form == "qkv" else 1
 
 
 _EXPERT_NAMES = (
     # Megatron's sequential experts, and Transformer Engine's grouped ones.
-    re.compile(r"\.experts\.local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])\.weight$"),
-    re.compile(r"\.experts\.(?P<linear>linear_fc[12])\.weight(?P<expert>\d+)$"),
+    re.compile(r"\.experts\.local_experts\.(?P<expert>\d+)\.(?P<name>linear_fc[12]\.\w+)$"),
+    re.compile(r"\.experts\.(?P<name>linear_fc[12]\.[a-z]+)(?P<expert>\d+)$"),
 )
 
 
@@ -141,7 +143,7 @@ def local_weights(
 
     def count_over_layer(match: re.Match[str]) -> str:
         expert = first_expert + int(match["expert"])
-        return f".experts.{expert}.{match['linear']}.weight"
+        return f".experts.{expert}.{match['name']}"
 
     local: dict[str, Tensor] = {}  # with layers and experts counted over the whole model
     for chunk in chunks:
@@ -206,19 +208,20 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
     files: dict[str, Path] = {}
     shapes: dict[str, list[int]] = {}
     kinds: dict[str, str] = {}
+    expected = {n: shape for w in weight_table(hf) for n, shape in stored_shapes(w, hf).items()}
     for path in _weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 - not a dict
                     stored = reader.get_slice(name)
-                    for part, shape in _per_expert(name, stored.get_shape()):
+                    whole = [(name, stored.get_shape())]
+                    for part, shape in whole if name in expected else _per_expert(*whole[0]):
                         files[part], shapes[part] = path, shape
                         kinds[part] = stored.get_dtype()
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path}: not a readable safetensors file ({error}); restore it"
             ) from error
-    expected = {n: shape for w in weight_table(hf) for n, shape in hf_shapes(w, hf).items()}
     for name in list(shapes):
         # Old checkpoints hold frequencies, which are computed from the config. Some tools write the
         # tied output layer beside the embedding.
@@ -264,11 +267,26 @@ class _ExpertRows:
         return self.fused[(slice(self.expert, self.expert + 1), rows, *part[1:])][0]
 
 
-def _stored(reader: Any, name: str) -> Any:
-    """Return what ``name`` is read from: a tensor, or a part of one (``_per_expert``)."""
+@dataclass(frozen=True, slots=True)
+class _StackedExpert:
+    """One expert's part of a stack, [outputs, inputs] or [outputs], for slicing."""
+
+    stack: Any
+    expert: int
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        num_axes = len(self.stack.get_shape()) - 1
+        whole = (slice(None),) * (num_axes - len(part))
+        one = slice(self.expert, self.expert + 1)
+        return self.stack[(one, *reversed((*part, *whole)))][0].t().contiguous()
+
+
+def _stored(reader: Any, name: str, weight: Weight) -> Any:
+    """Return what ``name`` is read from: a tensor, or a part of one."""
     layer, is_expert, rest = name.rpartition(".experts.")
     try:
-        return reader.get_slice(name)
+        stored = reader.get_slice(name)
+        return _StackedExpert(stored, weight.expert or 0) if weight.is_stacked else stored
     except SafetensorError:
         if not is_expert:
             raise
@@ -344,7 +362,7 @@ def reading_shards(
             return stack.enter_context(safe_open(path, framework="pt"))
 
         def read(weight: Weight, rank: int, size: int) -> Tensor:
-            slices = [_stored(reader_of(files[name]), name) for name in weight.hf]
+            slices = [_stored(reader_of(files[name]), name, weight) for name in weight.hf]
             return to_shard(weight, slices, hf, rank, size)
 
         yield read

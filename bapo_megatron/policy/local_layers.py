@@ -30,6 +30,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 
 class RMSNorm(nn.Module):
@@ -163,6 +164,7 @@ def use_own_kernels(gpt: GPTModel) -> None:
     """
     mlp.bias_swiglu_impl, mlp.weighted_bias_swiglu_impl = swiglu, weighted_swiglu
     mlp.bias_geglu_impl = geglu
+    mlp.weighted_bias_quick_geglu_impl = weighted_clamped_swiglu
     for module in list(gpt.modules()):
         if isinstance(rope := getattr(module, "rotary_pos_emb", None), RotaryEmbedding):
             module.rotary_pos_emb = PackedRotaryEmbedding(rope, gpt.config.params_dtype)
@@ -382,6 +384,29 @@ _gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="t
 def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: Any) -> Tensor:
     """Return silu(gate) · up · weight, in place of Megatron's ``weighted_bias_swiglu_impl``."""
     return (swiglu(gate_up_N2F) * weights_N1).to(gate_up_N2F.dtype)
+
+
+def weighted_clamped_swiglu(
+    gate_up_N2F: Tensor,
+    bias_2F: Tensor | None,
+    weights_N1: Tensor,
+    _fp8: bool,
+    offset: float,
+    limit: float,
+) -> Tensor:
+    """Return gpt-oss's gate σ(1.702 gate) (up + offset) · weight of clamped gate and up, [N, F].
+
+    In place of Megatron's ``weighted_bias_quick_geglu_impl``; it keeps the input alone, too.
+    """
+
+    def compute(gate_up_N2F: Tensor) -> Tensor:
+        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+        gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
+        return gate_NF * (1.702 * gate_NF).sigmoid() * (up_NF + offset)
+
+    gate_up_N2F = gate_up_N2F if bias_2F is None else gate_up_N2F + bias_2F
+    inner_NF = checkpoint(compute, gate_up_N2F, use_reentrant=False, preserve_rng_state=False)
+    return (inner_NF * weights_N1).to(gate_up_N2F.dtype)
 
 
 class _Gated(torch.autograd.Function):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_find_correction_range,
@@ -72,6 +73,7 @@ def build_chunks(
                 # Megatron's default only if expert parallel > 1. Always, so that gradients are
                 # summed over the ranks with the same expert, and every layout's optimizers match.
                 parameter.allreduce = False
+                parameter.sequence_parallel = False  # Megatron would sum biases' gradients twice
             elif name.endswith(".softmax_offset"):
                 set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         for module in gpt.modules():
@@ -180,8 +182,6 @@ def _transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=getattr(F, hf.activation),
-        add_bias_linear=False,
         add_qkv_bias=hf.qkv_bias,
         qk_layernorm=hf.qk_norm,
         hidden_dropout=0.0,
@@ -200,6 +200,7 @@ def _transformer_config(
         layernorm_zero_centered_gamma=hf.zero_centered_norms,
         attention_output_gate=hf.output_gate,
         **mixers,
+        **_activation_options(hf),
         **_expert_options(hf, parallel, fused=fused),
         # A stage needs only the shape of its sent output, not the values.
         deallocate_pipeline_outputs=True,
@@ -208,6 +209,17 @@ def _transformer_config(
         **memory_options(megatron, fused),
         **_speed_options(groups.device, fused=fused, interleaved=num_chunks > 1),
     )
+
+
+def _activation_options(hf: HfConfig) -> dict[str, Any]:
+    if hf.experts is None or hf.experts.swiglu_limit is None:
+        return {"activation_func": getattr(F, hf.activation), "add_bias_linear": False}
+    return {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": hf.experts.swiglu_limit,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": hf.experts.has_linear_biases,
+    }
 
 
 def _expert_options(hf: HfConfig, parallel: ParallelConfig, *, fused: bool) -> dict[str, Any]:

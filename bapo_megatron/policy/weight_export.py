@@ -16,7 +16,13 @@ from torch import Tensor
 
 from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.hf_weights import INDEX_NAME, SINGLE_NAME, from_shards, tensor_place
-from bapo_megatron.policy.weight_table import EMBEDDING, hf_shapes, shard_shape, weight_table
+from bapo_megatron.policy.weight_table import (
+    EMBEDDING,
+    hf_shapes,
+    shard_shape,
+    stored_shapes,
+    weight_table,
+)
 from bapo_megatron.runtime.distributed import ProcessGroups
 
 GATHER_BYTES = 256 * 1024**2
@@ -50,13 +56,27 @@ def gather_weights(
 
     A collective: all ranks iterate together, to the end. Each rank of one model replica sends its
     parts to rank 0 as one message per ``GATHER_BYTES``, however small the parameters are: a model
-    of 30B has 18,432 tensors of experts. ``local`` are this rank's parts of ``table``, which is
-    ``weight_table(hf)`` if not given. ``read`` takes a tensor of a part's shape from it, such as
-    its gradient; those of parameters have one type, ``dtype`` if a rank may have none.
+    of 30B has 18,432 tensors of experts. Of stacked experts rank 0 holds one tensor at a time.
+    ``local`` are this rank's parts of ``table``, which is ``weight_table(hf)`` if not given.
+    ``read`` takes a tensor of a part's shape from it, such as its gradient; those of parameters
+    have one type, ``dtype`` if a rank may have none.
     """
     dtype = dtype or read(*next(iter(local.items()))).dtype
     table = weight_table(hf) if table is None else table
-    for bucket in plan_buckets(table, hf, dtype, GATHER_BYTES):
+    return stacked(_gathered(local, hf, groups, table, read, dtype), hf)
+
+
+def _gathered(
+    local: Mapping[Weight, Tensor],
+    hf: HfConfig,
+    groups: ProcessGroups,
+    table: Sequence[Weight],
+    read: Callable[[Weight, Tensor], Tensor],
+    dtype: torch.dtype,
+) -> Iterator[tuple[Weight, dict[str, Tensor]]]:
+    sizes = [(weight, sum(weight_bytes(weight, hf, dtype).values())) for weight in table]
+    for filled in _filled(sizes, GATHER_BYTES):
+        bucket = [weight for weight, _ in filled]
         held: dict[int, list[Weight]] = {}  # by rank, in the order of the table
         for weight in bucket:
             for rank in _holders(weight, hf, groups):
@@ -68,12 +88,28 @@ def gather_weights(
             parts[0] = (read(weight, local[weight]) for weight in held.get(0, ()))
             for weight in bucket:
                 whole = [next(parts[rank]) for rank in _holders(weight, hf, groups)]
-                yield from from_shards(weight, whole, hf).items()
+                yield weight, from_shards(weight, whole, hf)
         elif groups.rank in held:
             flat, views = _shards(held[groups.rank], hf, groups, dtype)
             for weight, view in zip(held[groups.rank], views, strict=True):
                 view.copy_(read(weight, local[weight]))
             _exchange(dist.isend, {0: flat})
+
+
+def stacked(
+    weights: Iterable[tuple[Weight, dict[str, Tensor]]], hf: HfConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of weights, and those of stacked experts as one."""
+    for weight, tensors in weights:
+        if not weight.is_stacked:
+            yield from tensors.items()
+            continue
+        ((name, tensor),) = tensors.items()
+        if weight.expert == 0:
+            stack = tensor.new_empty(stored_shapes(weight, hf)[name])
+        stack[weight.expert] = tensor.t()
+        if weight.expert == len(stack) - 1:
+            yield name, stack
 
 
 def _holders(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> list[int]:
@@ -125,7 +161,7 @@ def stored_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
 
 
 def weight_bytes(weight: Weight, hf: HfConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of each Hugging Face tensor of a parameter."""
+    """Return the bytes of each Hugging Face tensor of a parameter, or of its part of a stack."""
     size, shapes = stored_dtype(weight, dtype).itemsize, hf_shapes(weight, hf).items()
     return {name: math.prod(shape) * size for name, shape in shapes}
 
@@ -154,9 +190,12 @@ def plan_files(
 
     Each file is the bytes of its tensors by name; a tensor above the limit has one of its own.
     """
-    sizes = [size for w in weight_table(hf) for size in weight_bytes(w, hf, dtype).items()]
-    sizes += [(name, tensor.nbytes) for name, tensor in (kept or {}).items()]
-    return [dict(file) for file in _filled(sizes, max_file_bytes)]
+    sizes: dict[str, int] = {}
+    for weight in weight_table(hf):
+        for name, size in weight_bytes(weight, hf, dtype).items():
+            sizes[name] = sizes.get(name, 0) + size
+    sizes |= {name: tensor.nbytes for name, tensor in (kept or {}).items()}
+    return [dict(file) for file in _filled(sizes.items(), max_file_bytes)]
 
 
 def _filled[Item](

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from bapo_megatron.policy.architecture import HfConfig, LayerWeights, Weight
@@ -45,11 +46,17 @@ def layer_weights(hf: HfConfig, layer: int) -> LayerWeights:
 def _layer(hf: HfConfig, layer: int) -> Iterator[Weight]:
     weights = layer_weights(hf, layer)
     yield from weights.shared
-    for expert in range(hf.experts.num if hf.experts and weights.expert else 0):
-        for weight in weights.expert:
-            names = tuple(name.format(expert=expert) for name in weight.hf)
-            megatron = weight.megatron.format(expert=expert)
-            yield replace(weight, megatron=megatron, hf=names, expert=expert)
+    pairs = list(product(range(hf.experts.num if hf.experts else 0), weights.expert))
+    if any(weight.is_stacked for weight in weights.expert):  # tensor by tensor
+        pairs.sort(key=lambda pair: weights.expert.index(pair[1]))
+    for expert, weight in pairs:
+        yield replace(
+            weight,
+            megatron=weight.megatron.format(expert=expert),
+            hf=tuple(name.format(expert=expert) for name in weight.hf),
+            expert=expert,
+            loads_with_previous=weight.is_stacked and expert > 0,
+        )
 
 
 def _in_layer(weight: Weight, layer: int) -> Weight:
@@ -83,12 +90,20 @@ def sequence_flops(hf: HfConfig) -> "SequenceFlops":
 
 
 def hf_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each Hugging Face tensor of ``weight``."""
+    """Return the shape of each Hugging Face tensor of ``weight``, or of its part of a stack."""
     dimensions = hf.dimensions
     return {
         name: tuple(_size(dimension, dimensions) for dimension in shape.split())
         for name, shape in zip(weight.hf, weight.shapes, strict=True)
     }
+
+
+def stored_shapes(weight: Weight, hf: HfConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each Hugging Face tensor of ``weight``, as files have it."""
+    shapes = hf_shapes(weight, hf)
+    if weight.is_stacked and hf.experts is not None:
+        return {name: (hf.experts.num, *reversed(shape)) for name, shape in shapes.items()}
+    return shapes
 
 
 def section_rows(weight: Weight, hf: HfConfig) -> list[list[int]]:

@@ -45,7 +45,7 @@ from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import plan_buckets, stored_dtype
-from bapo_megatron.policy.weight_table import hf_shapes, weight_table
+from bapo_megatron.policy.weight_table import stored_shapes, weight_table
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.weight_sync import receive
@@ -207,12 +207,12 @@ class WeightBuckets:
         model = self._model
         broadcast_bytes(str(number).encode(), model.groups)
         shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: list[str] = []
+        dtypes: dict[str, str] = {}
         for weight in self._plan[number]:
-            shapes |= hf_shapes(weight, model.hf)
+            shapes |= stored_shapes(weight, model.hf)
             name = str(stored_dtype(weight, self._dtype)).removeprefix("torch.")
-            dtypes += [name] * len(weight.hf)
-        layout = BucketLayout(tuple(shapes), tuple(dtypes), tuple(shapes.values()))
+            dtypes |= dict.fromkeys(weight.hf, name)
+        layout = BucketLayout(tuple(shapes), tuple(dtypes.values()), tuple(shapes.values()))
         flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=model.groups.device)
         weights = model.gather_weights(self._plan[number])
         for (name, target), (gathered, tensor) in zip(unpack(layout, flat), weights, strict=True):

@@ -132,6 +132,10 @@ SUITES = {
             *("TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
         ),
     ),
+    "biased experts": Suite(
+        ("gpt_oss",),
+        layouts_of("one rank, recomputed", "TP 2, ETP 1", "TP 2 × EP 2, ETP 1", "PP 2 × VPP 2"),
+    ),
     # Around the borders of the delta rule's chunks.
     "hybrids": Suite(
         _HYBRIDS,

@@ -22,7 +22,13 @@ from tests.policy.checkpoint_damages import limited
 from tests.policy.convert_models import COMPANIONS, assert_same, copy_with, run_convert, weights
 from tests.policy.layouts import Layout, Results, built, by_rank, layouts_of
 from tests.policy.parity_ranks import snapshot
-from tests.policy.tiny_models import FAMILIES, Models, load_reference, set_config_field
+from tests.policy.tiny_models import (
+    FAMILIES,
+    Models,
+    load_reference,
+    make_model,
+    set_config_field,
+)
 
 LAYOUTS = layouts_of("one rank", "TP 2", "PP 2 × VPP 2")
 
@@ -98,6 +104,11 @@ def test_there_and_back_changes_no_bit(
     assert config_of(tmp_path / "back") == config_of(model)
     for name, text in COMPANIONS.items():
         assert (tmp_path / "back" / name).read_text() == text
+
+
+def test_experts_that_a_file_stacks_are_divided_and_stacked_again(tmp_path: Path) -> None:
+    model = make_model("gpt_oss", tmp_path / "model")
+    assert_same(there_and_back(model, tmp_path), weights(model))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

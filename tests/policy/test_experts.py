@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -20,8 +21,18 @@ REASONS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "": ({}, torch.bfloat16),
     "a single expert": ({"experts": 1}, torch.float32),
     "torch.float64": ({}, torch.float64),
-    "biases": ({"add_bias_linear": True}, torch.float32),
     "widths that are no multiples of 16 bytes": ({"inner": 6}, torch.float32),
+}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases, clamped": {
+        "add_bias_linear": True,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+    },
 }
 
 
@@ -33,9 +44,8 @@ def make(experts: int = 4, inner: int = 8, hidden: int = 16, **options: Any) -> 
         num_moe_experts=experts,
         moe_ffn_hidden_size=inner,
         gated_linear_unit=True,
-        activation_func=F.silu,
         use_cpu_initialization=True,
-        **{"add_bias_linear": False, **options},
+        **{"add_bias_linear": False, "activation_func": F.silu, **options},
     )
     world = torch.distributed.group.WORLD
     groups: Any = SimpleNamespace(ep=world, expt_tp=world, expt_dp=world)
@@ -56,17 +66,20 @@ def outputs_and_gradients(forward: Any, experts: GroupedExperts, sizes: list[int
 
 def compare() -> dict[str, Any]:
     with joined():
-        experts = make()
         hooked: list[Any] = []
-        for expert in experts.local_experts:
-            expert.linear_fc2.register_forward_pre_hook(lambda linear, _: hooked.append(linear))
         results = {}
-        for sizes in SIZES:
-            both = [
-                outputs_and_gradients(cls.forward, experts, sizes)
-                for cls in (GroupedExperts, SequentialMLP)
-            ]
-            results[str(sizes)] = both
+        for kind, options in KINDS.items():
+            experts = make(**options)
+            for expert in experts.local_experts:
+                expert.linear_fc2.register_forward_pre_hook(lambda linear, _: hooked.append(linear))
+            for bias in (p for p in experts.parameters() if p.dim() == 1):
+                torch.nn.init.normal_(bias)
+            assert not experts.loop_reason(torch.float32)
+            for sizes in SIZES:
+                results[f"{kind} {sizes}"] = [
+                    outputs_and_gradients(cls.forward, experts, sizes)
+                    for cls in (GroupedExperts, SequentialMLP)
+                ]
         reasons = {
             reason: make(**options).loop_reason(dtype)
             for reason, (options, dtype) in REASONS.items()
@@ -85,10 +98,11 @@ def compared() -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 def test_outputs_and_gradients_are_those_of_experts_one_by_one(
-    compared: dict[str, Any], sizes: list[int]
+    compared: dict[str, Any], kind: str, sizes: list[int]
 ) -> None:
-    grouped, looped = compared["results"][str(sizes)]
+    grouped, looped = compared["results"][f"{kind} {sizes}"]
     for ours, expected in zip(grouped, looped, strict=True):
         assert ours.is_contiguous()
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
@@ -102,4 +116,4 @@ def test_experts_are_computed_one_by_one_for_a_reason(compared: dict[str, Any]) 
 @pytest.mark.distributed
 def test_weights_that_are_still_being_gathered_are_waited_for(compared: dict[str, Any]) -> None:
     # Once per expert and pass, whether grouped or not.
-    assert compared["hooked"] == 2 * 4 * len(SIZES)
+    assert compared["hooked"] == 2 * 4 * len(SIZES) * len(KINDS)

@@ -15,7 +15,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bapo_megatron.config.check import text_fields
 from bapo_megatron.config.load import ConfigError
+from bapo_megatron.config.megatron import LoraConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
+from bapo_megatron.policy.adapters import check_targets, targets_of
 from bapo_megatron.policy.architecture import (
     Experts,
     HfConfig,
@@ -24,13 +26,13 @@ from bapo_megatron.policy.architecture import (
 )
 from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.config_json import HARMLESS_FIELDS
-from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.hf_config import check_division, read_hf_config_file
 from bapo_megatron.policy.megatron_setup import _scale_frequencies
 from bapo_megatron.policy.mixers.attention import Attention
 from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.policy.weight_table import sequence_flops
 from tests.policy.tiny_models import model_class
-from tests.tools.planning.cases import MODELS
+from tests.tools.planning.cases import MODELS, published
 
 QWEN25 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -109,6 +111,40 @@ def test_a_field_that_nobody_knows_is_refused_unless_it_is_off(tmp_path: Path) -
     read_hf_config_file(write(tmp_path, {"use_mrope": False, "auto_map": None}))
     with pytest.raises(ValueError, match=r"config.json: 'logit_scale' is unknown.*got 0.5"):
         read_hf_config_file(write(tmp_path, {"logit_scale": 0.5}))
+
+
+def test_4_bit_weights_are_refused_with_how_to_dequantize_them(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(ValueError, match=r"got 'mxfp4'; load .* Mxfp4Config\(dequantize=True\)"):
+        read_hf_config_file(write(tmp_path, quantized))
+
+
+GPT_OSS = json.loads((MODELS / "gpt-oss-20b.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["linear_attention"] * 24),
+        ("experts_per_token", 2),
+        *(("attention_bias", False), ("swiglu_alpha", 1.5), ("sliding_window", None)),
+    ],
+)
+def test_a_gpt_oss_that_megatron_or_engines_compute_otherwise_is_refused(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=f"'{name}"):
+        read_hf_config_file(write(tmp_path, GPT_OSS | {name: value}))
+
+
+def test_experts_of_gpt_oss_are_not_divided_and_get_no_adapters() -> None:
+    hf, parallel = published("gpt-oss-20b"), ParallelConfig(tensor=2, sequence=True)
+    with pytest.raises(ConfigError, match=r"parallel\.expert_tensor: must be 1 .* got 2; set it"):
+        check_division(hf, parallel)
+    assert targets_of(hf, LoraConfig(rank=1)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(ConfigError, match=r"k_proj, o_proj, q_proj, v_proj, got down_proj; choose"):
+        check_targets(hf, LoraConfig(rank=1, targets=("down_proj",)), 1)
 
 
 LLAMA3 = Llama3Rope(32.0, 1.0, 4.0, 8192)

@@ -21,6 +21,7 @@ from tests.policy.parity_ranks import multiples_of
 from tests.policy.tiny_models import (
     Models,
     Problem,
+    make_model,
     make_problems,
     per_expert,
     reference_logits,
@@ -33,18 +34,25 @@ TESTED = layouts_of(
     *("one rank, recomputed", "TP 2 × EP 2, ETP 1", "PP 2, recomputed"),
     "PP 2 × VPP 2 × CP 2 × EP 2",
     models=EXPERTS,
-)
+) + layouts_of("one rank, recomputed", "TP 2 × EP 2, ETP 1", models=("gpt_oss",))
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 CASES = [f"{layout.name}, {family}" for layout in TESTED for family in layout.models]
 
 
 @pytest.fixture(scope="module")
-def results(deep_models: Models) -> Results:
-    return by_rank(run_replays, TESTED, deep_models)
+def routed(deep_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    directory = tmp_path_factory.mktemp("gpt_oss")
+    return deep_models | {"gpt_oss": make_model("gpt_oss", directory, num_hidden_layers=4)}
+
+
+@pytest.fixture(scope="module")
+def results(routed: Models) -> Results:
+    return by_rank(run_replays, TESTED, routed)
 
 
 def per_token(case: str) -> int:
     """Experts of a token."""
-    return 3 if case.endswith("glm4_moe") else 2
+    return 3 if case.endswith(("glm4_moe", "gpt_oss")) else 2
 
 
 @pytest.mark.parametrize("repeated", ["own", "half"])
@@ -75,7 +83,7 @@ def test_other_choices_move_the_logits_and_train_the_router(
     ]
     assert min(moved) > 0.1
     free, other = (results[case][0][name]["gradients"] for name in ("free", "other"))
-    routers = [name for name in free if name.endswith("mlp.gate.weight")]
+    routers = [name for name in free if name.endswith(ROUTERS)]
     assert len(routers) >= 3
     for name in routers:
         assert other[name].norm() > 1e-4
@@ -106,9 +114,9 @@ def test_metrics_say_what_was_repeated_and_where_the_router_agrees(
 
 
 @pytest.fixture(scope="module")
-def balanced(deep_models: Models) -> dict[str, Any]:
+def balanced(routed: Models) -> dict[str, Any]:
     """Gradients without and with the loss, on rank 0."""
-    of_ranks = by_rank(run_balanced, TESTED, deep_models)
+    of_ranks = by_rank(run_balanced, TESTED, routed)
     return {name: first for name, (first, *_) in of_ranks.items()}
 
 
@@ -117,8 +125,9 @@ def balancing_gradients(model: Any, family: str, problems: list[Problem]) -> dic
     model.zero_grad()
     seen: dict[int, list[Tensor]] = {}
     for number, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(
+        router = getattr(layer.mlp, "router" if family == "gpt_oss" else "gate", None)
+        if router is not None:
+            router.register_forward_hook(
                 lambda _, __, output, number=number: seen.setdefault(number, []).append(output[0])
             )
     num_tokens = sum(problem.micro_batch.num_tokens for problem in problems)
@@ -130,7 +139,7 @@ def balancing_gradients(model: Any, family: str, problems: list[Problem]) -> dic
             chosen_NK = logits_NE.topk(per_token(family), dim=-1).indices  # also with a bias
             assert len(logits_NE) == problem.micro_batch.num_tokens
             probability_NE = logits_NE.softmax(dim=-1)
-            if family != "qwen3_moe":
+            if family not in ("qwen3_moe", "gpt_oss"):
                 probability_NE = logits_NE.sigmoid() / logits_NE.sigmoid().sum(-1, keepdim=True)
             share_E = torch.bincount(chosen_NK.flatten(), minlength=8) / chosen_NK.numel()
             loss = 8 * (share_E * probability_NE.mean(dim=0)).sum()
@@ -141,17 +150,17 @@ def balancing_gradients(model: Any, family: str, problems: list[Problem]) -> dic
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_load_balancing_loss_has_the_gradient_of_its_formula_in_every_layout(
-    balanced: dict[str, Any], deep_models: Models, case: str
+    balanced: dict[str, Any], routed: Models, case: str
 ) -> None:
     layout, _, family = case.rpartition(", ")
     context_size = next(x for x in TESTED if x.name == layout).sizes.get("context", 1)
     problems = make_problems(0, *multiples_of(context_size), batches=BATCHES)
-    oracle = Oracle.of(family, deep_models[family])
+    oracle = Oracle.of(family, routed[family])
     rest = oracle.gradients(problems)
     both = oracle.both(lambda model: balancing_gradients(model, family, problems))
     expected = Gradients.of(*both)
     plain, with_loss = balanced[case]
-    assert sum(name.endswith("mlp.gate.weight") for name in expected.exact) >= 3
+    assert sum(name.endswith(ROUTERS) for name in expected.exact) >= 3
     for name, gradient in plain.items():
         error = with_loss[name].double() - gradient - expected.exact.get(name, 0.0)
         # The rest is in both gradients, each with its own rounding.

@@ -23,6 +23,7 @@ EXPERTS = ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear", "TopKR
 FURTHER_MODULES = {
     "qwen3_5": ("Conv1d", "PackedGatedDeltaNet"),
     "qwen3 with experts": EXPERTS,
+    "gpt-oss": (*EXPERTS, "TEDotProductAttention"),  # its sinks
     "glm with experts": (*EXPERTS, "TEColumnParallelLinear"),  # of the shared experts
     "moonlight": (*EXPERTS, "TEColumnParallelLinear", "TELinear"),
     "moonlight with a latent of queries": (*EXPERTS, "TEColumnParallelLinear", "TELinear"),
@@ -65,6 +66,7 @@ def test_parameters_of_transformer_engine_are_those_of_our_table(
             "axis": weight.axis,
             "sees part of the tokens": parallel.get("sequence", False)
             and weight.axis is None
+            and weight.expert is None
             and not weight.is_buffer,
         }
         for weight in table

@@ -106,9 +106,9 @@ def make_model(family: str, directory: Path, **changes: Any) -> Path:
 
 def _randomize(model: Any) -> None:
     with torch.no_grad():
-        biases = (b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
-        for parameter in (*model.parameters(), *biases):
-            if parameter.dim() == 1:
+        biases = (b for b in model.named_buffers() if b[0].endswith("e_score_correction_bias"))
+        for name, parameter in (*model.named_parameters(), *biases):
+            if parameter.dim() == 1 or name.endswith("proj_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
@@ -168,6 +168,7 @@ def model_class(family: str) -> Any:
         "llama": transformers.LlamaForCausalLM,
         "mistral": transformers.MistralForCausalLM,
         "qwen3_moe": transformers.Qwen3MoeForCausalLM,
+        "gpt_oss": transformers.GptOssForCausalLM,
         "glm4_moe": transformers.Glm4MoeForCausalLM,
         "mistral_window": transformers.MistralForCausalLM,
         "deepseek_v3": transformers.DeepseekV3ForCausalLM,
@@ -209,6 +210,16 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             "head_dim": 16,
             "num_experts": 8,
             **EXPERTS,
+        },
+        "gpt_oss": {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 8,
+            "sliding_window": 4,
+            "swiglu_limit": 1.0,  # many values are beyond
+            "rope_parameters": YARN | {"truncate": False},
         },
         "glm4_moe": {
             "tie_word_embeddings": False,
@@ -326,7 +337,12 @@ def reference_gradients(model: Any, problems: list[Problem]) -> dict[str, Tensor
 
 
 def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as files name them: transformers keeps the experts of a layer together."""
+    """Tensors as files name them: transformers keeps the experts of a layer together.
+
+    So do the files of gpt-oss, whose experts have biases.
+    """
+    if any(name.endswith(".experts.down_proj_bias") for name in tensors):
+        return tensors
     return dict(one for name, fused in tensors.items() for one in _parts(name, fused))
 
 

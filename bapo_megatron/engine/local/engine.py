@@ -424,11 +424,12 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield what weights are copied to, by the names in files; tied ones under each of theirs.
 
     transformers keeps the experts of a layer in two tensors, [E, 2 · channels, D] of gate and up
-    and [E, D, channels]; files have three matrices per expert.
+    and [E, D, channels]; files have three matrices per expert, but gpt-oss's have the same tensors.
     """
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         layer, is_expert, kind = name.partition(".experts.")
-        if not is_expert:
+        if not is_expert or f"{layer}.experts.down_proj_bias" in state:
             yield name, tensor
             continue
         for number, expert in enumerate(tensor.detach()):
@@ -446,14 +447,20 @@ def _linear_names(model: Any) -> frozenset[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
     }
-    return frozenset(name for name, _ in _weights(model) if name in linear or ".experts." in name)
+    return frozenset(
+        name
+        for name, _ in _weights(model)
+        if name in linear or (".experts." in name and not name.endswith("_bias"))
+    )
 
 
 def round_rows(matrix: Tensor, bits: int) -> None:
     """Round [out, in] to ``bits``-bit integers times one scale per row, in place.
 
-    Symmetric: the largest absolute value of a row becomes ±(2^(bits − 1) − 1).
+    Symmetric: the largest absolute value of a row becomes ±(2^(bits − 1) − 1). The experts of
+    gpt-oss are [E, in, out].
     """
+    matrix = matrix.mT if matrix.dim() == 3 else matrix
     values = matrix.float()
     scale = values.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
     matrix.copy_((values / scale.clamp(min=1e-30)).round_() * scale)

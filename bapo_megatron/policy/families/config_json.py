@@ -174,10 +174,15 @@ def refuse_unknown(fields: ConfigJson) -> None:
     """
     extra: dict[str, Any] = fields.model_extra or {}
     if isinstance(quantization := extra.get("quantization_config"), dict):
+        method, how = quantization.get("quant_method"), "dequantized, and save it in bfloat16"
+        if method == "mxfp4":
+            how = (
+                "quantization_config=Mxfp4Config(dequantize=True) and dtype='bfloat16', and save "
+                "it with save_original_format=False"
+            )
         raise ValueError(
             "'quantization_config' must be absent: quantized weights are not trained, got "
-            f"{shown_value(quantization.get('quant_method'))}; load the model with transformers, "
-            "dequantized, and save it in bfloat16"
+            f"{shown_value(method)}; load the model with transformers, {how}"
         )
     for name, value in extra.items():
         if name not in HARMLESS_FIELDS and value:

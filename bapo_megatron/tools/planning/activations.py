@@ -74,6 +74,8 @@ def layer_tensors(case: Scenario, recompute: Recompute, mixer: Mixer) -> dict[st
         tensors["indices and weights of the router"] = (8 * hf.experts.num + 24 * visits) / ranks
         if case.assumptions.layers == "local":
             tensors["weighted input of the down product"] = mlp
+        elif hf.experts.swiglu_limit is not None:
+            tensors["clamped gate and up"] = 2 * mlp
     if case.config.model.lora.rank:
         _change_for_adapters(tensors, case)
     return tensors

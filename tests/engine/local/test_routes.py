@@ -14,7 +14,7 @@ from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import complete, opened, ragged_requests, start
 from tests.policy.tiny_models import load_reference
 
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -27,8 +27,9 @@ def reference_routes(model_dir: Path, token_ids: Sequence[int]) -> np.ndarray:
     model = load_reference(model_dir.name[:-1], model_dir)
     chosen: dict[int, Tensor] = {}
     for number, layer in enumerate(model.model.layers):
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(
+        router = getattr(layer.mlp, "router" if "gpt_oss" in model_dir.name else "gate", None)
+        if router is not None:
+            router.register_forward_hook(
                 lambda _, __, output, number=number: chosen.update({number: output[2]})
             )
     with torch.no_grad():

@@ -133,6 +133,7 @@ async def test_a_weight_of_another_model_or_a_missing_one_is_named_and_changes_n
         ("llama", "model."),  # of tied embeddings: the head's have no name of their own
         ("qwen3_moe", "model."),
         ("glm4_moe", "model."),
+        ("gpt_oss", "model."),
         ("deepseek_v3", "model."),
         ("qwen3_5_text", "model.language_model."),  # beside a vision tower
         ("gemma3_text", "model."),
@@ -210,17 +211,21 @@ def _rounded(tensors: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
     grid = np.arange(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1))
 
     def nearest(matrix: Tensor) -> Tensor:
+        if matrix.ndim == 3:  # experts, [E, inputs, outputs]
+            return torch.stack([nearest(expert.T).T for expert in matrix])
         points = np.abs(matrix.double().numpy()).max(1)[:, None] * grid / grid[-1]
         distance = np.abs(matrix.double().numpy()[..., None] - points[:, None])
         return torch.from_numpy(np.take_along_axis(points, distance.argmin(-1), 1)).float()
 
     return {
-        name: nearest(t) if t.ndim == 2 and ".layers." in name and "gate." not in name else t
+        name: nearest(t) if ".layers." in name and name.endswith(("proj", "proj.weight")) else t
         for name, t in tensors.items()
     }
 
 
-@pytest.mark.parametrize(("family", "bits"), [("qwen2", 4), ("llama", 8), ("qwen3_moe", 4)])
+@pytest.mark.parametrize(
+    ("family", "bits"), [("qwen2", 4), ("llama", 8), ("qwen3_moe", 4), ("gpt_oss", 4)]
+)
 async def test_rounded_weights_lie_on_the_grid_of_their_row_and_others_stay(
     tmp_path: Path, family: str, bits: int
 ) -> None:
@@ -235,7 +240,7 @@ async def test_rounded_weights_lie_on_the_grid_of_their_row_and_others_stay(
                 torch.testing.assert_close(held[name].detach(), tensor, rtol=2e-6, atol=1e-9)
     original = _weights(directory)
     moved = {name for name, tensor in expected.items() if not tensor.equal(original[name])}
-    assert moved == {name for name in expected if name.endswith("proj.weight")}
+    assert moved == {name for name in expected if name.endswith(("proj", "proj.weight"))}
 
 
 async def test_the_recorded_log_probs_are_the_rounded_model_s_also_over_a_weight_sync(

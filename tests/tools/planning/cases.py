@@ -1,6 +1,7 @@
 """The models, layouts and runs that plans are compared with Megatron on, without importing it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ PARAMETERS: dict[str, tuple[str, dict[str, Any]]] = {
             {"tensor": 2, "sequence": True, "pipeline": 2, "context": 4},
         ),
         "gemma-3-4b-it": ({"tensor": 4, "sequence": True, "pipeline": 2},),
+        "gpt-oss-20b": (
+            {"expert": 4},
+            {"tensor": 4, "sequence": True, "expert": 8, "expert_tensor": 1, "pipeline": 2},
+        ),
         "glm-4.5-air": ({"tensor": 2, "sequence": True, "pipeline": 2, "expert": 16},),
         "moonlight-16b-a3b": (
             {"expert": 8},
@@ -74,6 +79,7 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "sequence, full": ("qwen2", "bfloat16", {"tensor": 2, "sequence": True}, {"recompute": "full"}),
     "norms after": ("gemma3_text", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "experts": ("qwen3_moe", "bfloat16", {}, {}),
+    "clamped experts": ("gpt_oss", "bfloat16", {}, {}),
     "latents": ("deepseek_v3", "bfloat16", {}, {}),
     "latents, selective": ("deepseek_v3", "bfloat16", {}, {"recompute": "selective"}),
 }
@@ -104,7 +110,7 @@ IN_FLIGHT = [(1, 1, 8), (2, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 8), (4, 2, 8), (
 """(pipeline, virtual_pipeline, micro-batches)."""
 
 
-EXPERTS = ("qwen3_moe", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 def published(name: str) -> HfConfig:
@@ -115,6 +121,8 @@ def published(name: str) -> HfConfig:
 def small_model(family: str, layers: int) -> HfConfig:
     """A model that runs on a CPU; MLP and heads are no multiples of the hidden size."""
     experts = Experts(num=8, per_token=3, intermediate_size=96) if family in EXPERTS else None
+    if experts and family == "gpt_oss":
+        experts = replace(experts, swiglu_limit=7.0, has_linear_biases=True)
     is_latent = family == "deepseek_v3"
     mixer = LatentAttention(80, 48, 24, 8, 20) if is_latent else Attention()
     return HfConfig(

@@ -66,6 +66,7 @@ def test_biases_of_all_projections_of_attention_are_counted() -> None:
         ("gemma-3-1b-it", 999_885_952),
         ("gemma-3-4b-it", 3_880_263_168),
         ("gemma-3-27b-it", 27_009_346_304),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_a_whole_model_has_its_published_number_of_parameters(model: str, parameters: int) -> None:
