@@ -31,7 +31,7 @@ class GroupedExperts(SequentialMLP):
         super().__init__(*args, **options)
         for linear in self._linears("linear_fc2"):
             # Without: a reduction over one rank, to whose output Megatron cannot add a bias.
-            linear.explicit_expert_comm = True  # type: ignore[assignment]
+            linear.explicit_expert_comm = True
 
     def forward(
         self, hidden_NI: Tensor, tokens_per_expert: Tensor, probs_N: Tensor
@@ -64,7 +64,7 @@ class GroupedExperts(SequentialMLP):
             return "adapters"
         return ""
 
-    def _linears(self, *names: str) -> list[nn.Module]:
+    def _linears(self, *names: str) -> list[Any]:
         return [getattr(expert, name) for name in names for expert in self.local_experts]
 
     def _multiply(

@@ -44,7 +44,7 @@ class GptOssJson(ConfigJson):
 
     attention_bias: Literal[True] = True
     layer_types: list[Literal["sliding_attention", "full_attention"]]  # type: ignore[assignment]
-    sliding_window: Count  # type: ignore[assignment]
+    sliding_window: Count
     num_local_experts: Count
     num_experts_per_tok: Count
     experts_per_token: int | None = None
