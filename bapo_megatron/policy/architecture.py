@@ -122,6 +122,8 @@ class HfConfig:
     """Biases on the query, key and value projections."""
     qk_norm: bool
     """RMSNorm over each head's query and key."""
+    joint_qk_norm: bool = False
+    """Whether it is over the queries, and the keys, of all heads together."""
     output_bias: bool = False
     """Bias on the output projection of attention."""
     rotary_share: float = 1.0

@@ -14,13 +14,18 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import mlp, multi_latent_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +49,73 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise the last dimension."""
         return _rms_norm(hidden, self.weight, self.eps, self.config)
+
+
+class _DividedByHead(nn.Module):
+    """A module whose parameters tensor-parallel ranks divide by head."""
+
+    tensor: dist.ProcessGroup
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the parameters for Megatron's checkpoints."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            dict.fromkeys(state, 0),
+            sharded_offsets,
+            tp_group=self.tensor,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class JointRMSNorm(_DividedByHead):
+    """RMSNorm over the queries, or keys, of all heads together; also with Transformer Engine."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int
+    ) -> None:
+        super().__init__()
+        self.eps, self.config = eps, config
+        self.tensor = parallel_state.get_tensor_model_parallel_group()
+        self.weight = _weight(config, num_heads * hidden_size // self.tensor.size())
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Normalise the last two dimensions, this rank's heads and their channels."""
+        hidden = heads.flatten(-2)
+        if self.tensor.size() == 1:
+            return _rms_norm(hidden, self.weight, self.eps, self.config).view(heads.shape)
+        normed: Tensor = _DividedNorm.apply(hidden, self.weight, self.eps, self.tensor)
+        return normed.view(heads.shape)
+
+
+class _DividedNorm(torch.autograd.Function):
+    """RMSNorm whose channels the ranks of a group divide."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup
+    ) -> Tensor:
+        mean = hidden.float().square().mean(dim=-1, keepdim=True) / group.size()
+        dist.all_reduce(mean, group=group)
+        inverse = (mean + eps).rsqrt()
+        ctx.save_for_backward(hidden, weight, inverse)
+        ctx.group = group
+        return (hidden * inverse * weight).to(hidden.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, inverse = ctx.saved_tensors
+        normed, of_normed = hidden * inverse, gradient * weight.float()
+        mean = (of_normed * normed).mean(dim=-1, keepdim=True) / ctx.group.size()
+        dist.all_reduce(mean, group=ctx.group)
+        of_hidden = inverse * (of_normed - normed * mean)
+        of_weight = (gradient * normed).flatten(0, -2).sum(dim=0)
+        return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype), None, None
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -219,7 +291,7 @@ def _rotate_pairs(tokens_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate_packed(halves, None, (cos, sin))
 
 
-class PackedCausalAttention(nn.Module):
+class PackedCausalAttention(_DividedByHead):
     """Causal attention within each sequence of a packed (thd) batch, with windows and sinks.
 
     The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches. Under
@@ -248,19 +320,6 @@ class PackedCausalAttention(nn.Module):
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // self.tensor.size()
             self.softmax_offset = _weight(config, num_heads)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Describe the sinks for Megatron's checkpoints: ranks divide them by head."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tensor,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
 
     def forward(
         self,

@@ -183,7 +183,6 @@ def _transformer_config(
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
         add_qkv_bias=hf.qkv_bias,
-        qk_layernorm=hf.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype is torch.bfloat16,

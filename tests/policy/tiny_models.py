@@ -29,6 +29,7 @@ FAMILIES = (
     "qwen3_next",
     "deepseek_v3",
     "gemma3_text",
+    "olmo2",
 )
 """Those of tests in every layout."""
 Models = dict[str, Path]
@@ -176,6 +177,7 @@ def model_class(family: str) -> Any:
         "moonlight": transformers.DeepseekV3ForCausalLM,
         "gemma3": transformers.Gemma3ForConditionalGeneration,
         "gemma3_text": transformers.Gemma3ForCausalLM,
+        "olmo2": transformers.Olmo2ForCausalLM,
         "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
         "qwen3_next": transformers.Qwen3NextForCausalLM,
         "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
@@ -255,6 +257,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
                 "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
             },
         },
+        "olmo2": {"pad_token_id": None, "eos_token_id": None},  # of its own vocabulary
         "qwen3_5_text": HYBRID,
         "qwen3_next": HYBRID | HYBRID_EXPERTS,
         "qwen3_5_moe_text": HYBRID | HYBRID_EXPERTS,

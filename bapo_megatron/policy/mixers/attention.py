@@ -5,6 +5,7 @@ more logit of the softmax without a value (gpt-oss, arXiv 2508.10925).
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from bapo_megatron.config.megatron import ParallelConfig
@@ -40,6 +41,10 @@ _QK_NORM = (
     Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
     Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
 )
+_JOINT_QK_NORM = tuple(
+    replace(norm, shapes=(channels,), axis=0)
+    for norm, channels in zip(_QK_NORM, ("query", "key"), strict=True)
+)
 
 
 _SINKS = Weight("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), ("heads",), 0)
@@ -63,7 +68,8 @@ class Attention(Mixer):
         weights += [_QKV_BIAS] if hf.qkv_bias else []
         weights += [_OUTPUT_BIAS] if hf.output_bias else []
         weights += [_SINKS] if self.has_sinks else []
-        return (*weights, *(_QK_NORM if hf.qk_norm else ()))
+        norms = _JOINT_QK_NORM if hf.joint_qk_norm else _QK_NORM
+        return (*weights, *(norms if hf.qk_norm else ()))
 
     def dimensions(self, hf: HfConfig) -> dict[str, int]:
         """See ``Mixer``."""
@@ -81,6 +87,8 @@ class Attention(Mixer):
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
         """See ``Mixer``; YaRN scales rotated queries and keys, so their products by the square."""
         options: dict[str, Any] = {"softmax_type": "learnable"} if self.has_sinks else {}
+        # With the other switch Megatron sums gradients of norms over tensor-parallel ranks.
+        options["qk_l2_norm" if hf.joint_qk_norm else "qk_layernorm"] = hf.qk_norm
         if isinstance(hf.rope_scaling, YarnRope):
             options["softmax_scale"] = hf.rope_scaling.attention_factor**2 * hf.head_dim**-0.5
         if hf.attention_scale is not None:
@@ -104,6 +112,10 @@ class Attention(Mixer):
             attention.core_attention = local_layers.PackedCausalAttention
             if hf.qk_norm:
                 attention.q_layernorm = attention.k_layernorm = local_layers.RMSNorm
+        if hf.joint_qk_norm:
+            norm = local_layers.JointRMSNorm
+            attention.q_layernorm = partial(norm, num_heads=hf.num_heads)
+            attention.k_layernorm = partial(norm, num_heads=hf.num_kv_heads)
         if hf.output_bias:
             # Megatron's own switch gives the MLP biases too.
             linear = attention.linear_proj
@@ -153,9 +165,14 @@ def _head_norms(share: Share) -> float:
     """The norms over each head's query and key (Qwen3), whose inputs are parts of QKV's output.
 
     Transformer Engine copies these parts, which are not contiguous; its output is only rotated, not
-    kept. Local: keys are read where they are; Megatron copies the queries of several groups.
+    kept. Local: keys are read where they are; Megatron copies the queries of several groups. Norms
+    over all heads are never Transformer Engine's, and copy the keys of several groups too.
     """
     hf = share.hf
+    if hf.joint_qk_norm:
+        is_copied = hf.num_kv_heads > share.tensor
+        channels = (hf.num_heads + hf.num_kv_heads) * hf.head_dim
+        return is_copied * share.divided(channels) + 2 * FLOAT32_BYTES
     copied = hf.num_heads if hf.num_kv_heads > share.tensor else 0
     if not share.is_local:
         # With adapters none: they were for the norm's own gradient.
