@@ -53,7 +53,7 @@ def test_gradients_of_every_tensor_and_their_norm_are_those_of_transformers(
         expected.check_norm(result["step"].grad_norm)
     expected.check(of_ranks[0]["gradients"])
     if suite == "experts":
-        router = next(name for name in expected.exact if name.endswith("3.mlp.gate.weight"))
+        router = [name for name in expected.exact if name.endswith(".gate.weight")][-1]
         assert expected.exact[router].norm() > 1e-3
 
 
@@ -113,5 +113,5 @@ def test_export_gives_back_the_weights_bit_by_bit_in_files_that_transformers_loa
     assert not list(exported.parent.glob(".*"))
     reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     assert type(reloaded) is type(load_reference(model, source))
-    state = per_expert(reloaded.state_dict())
+    state = per_expert(reloaded.state_dict(), reloaded)
     assert_same({name: state[name] for name in expected}, expected)

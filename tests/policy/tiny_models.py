@@ -30,6 +30,7 @@ FAMILIES = (
     "deepseek_v3",
     "gemma3_text",
     "olmo2",
+    "minimax_m2",
 )
 """Those of tests in every layout."""
 Models = dict[str, Path]
@@ -177,6 +178,7 @@ def model_class(family: str) -> Any:
         "moonlight": transformers.DeepseekV3ForCausalLM,
         "gemma3": transformers.Gemma3ForConditionalGeneration,
         "gemma3_text": transformers.Gemma3ForCausalLM,
+        "minimax_m2": transformers.MiniMaxM2ForCausalLM,
         "olmo2": transformers.Olmo2ForCausalLM,
         "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
         "qwen3_next": transformers.Qwen3NextForCausalLM,
@@ -256,6 +258,13 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
             },
+        "minimax_m2": {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
         },
         "olmo2": {"pad_token_id": None, "eos_token_id": None},  # of its own vocabulary
         "qwen3_5_text": HYBRID,
@@ -336,7 +345,7 @@ def reference_gradients(model: Any, problems: list[Problem]) -> dict[str, Tensor
     for problem in problems:
         problem.loss(reference_logits(model, problem)).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return per_expert(gradients)
+    return per_expert(gradients, model)
 
 
 def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -347,6 +356,17 @@ def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if any(name.endswith(".experts.down_proj_bias") for name in tensors):
         return tensors
     return dict(one for name, fused in tensors.items() for one in _parts(name, fused))
+MINIMAX_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""What files of MiniMax-M2 call parts of names."""
+
+
+def per_expert(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Tensors as files name them: transformers keeps the experts of a layer together."""
+    named = dict(one for name, fused in tensors.items() for one in _parts(name, fused))
+    if model.config.model_type != "minimax_m2":
+        return named
+    parts = {name: [MINIMAX_NAMES.get(part, part) for part in name.split(".")] for name in named}
+    return {".".join(parts[name]): tensor for name, tensor in named.items()}
 
 
 def _parts(name: str, fused: Tensor) -> Iterator[tuple[str, Tensor]]:
