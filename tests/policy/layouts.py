@@ -121,11 +121,11 @@ EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 _HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 SUITES = {
     "dense": Suite(
-        ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text", "qwen3_next"),
+        ("qwen2", "qwen3", "llama", "mistral", "olmo2", "qwen3_5_text", "qwen3_next"),
         layouts_of("one rank", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2"),
     ),
     "experts": Suite(
-        (*EXPERTS, "moonlight"),
+        (*EXPERTS, "moonlight", "minimax_m2"),
         # Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``.
         layouts_of(
             *("one rank, attention recomputed", "EP 2", "TP 2, ETP 1", "PP 2, recomputed"),

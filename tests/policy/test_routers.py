@@ -145,7 +145,7 @@ def balancing_gradients(model: Any, family: str, problems: list[Problem]) -> dic
             loss = 8 * (share_E * probability_NE.mean(dim=0)).sum()
             (BALANCE * loss * len(logits_NE) / num_tokens).backward(retain_graph=True)
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return per_expert({name: grad for name, grad in named.items() if grad is not None})
+    return per_expert({name: grad for name, grad in named.items() if grad is not None}, model)
 
 
 @pytest.mark.parametrize("case", CASES)

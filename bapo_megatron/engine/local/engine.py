@@ -420,6 +420,10 @@ class LocalWeights:
         self._loaded.clear()
 
 
+_IN_FILES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""What files of MiniMax-M2 call parts of names."""
+
+
 def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield what weights are copied to, by the names in files; tied ones under each of theirs.
 
@@ -428,6 +432,13 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
+    in_files = _IN_FILES if model.config.model_type == "minimax_m2" else {}
+    for name, tensor in _matrices(model):
+        yield ".".join(in_files.get(part, part) for part in name.split(".")), tensor
+
+
+def _matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in model.state_dict(keep_vars=True).items():
         layer, is_expert, kind = name.partition(".experts.")
         if not is_expert or f"{layer}.experts.down_proj_bias" in state:
             yield name, tensor

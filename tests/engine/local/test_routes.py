@@ -15,6 +15,7 @@ from tests.engine.local.setting import complete, opened, ragged_requests, start
 from tests.policy.tiny_models import load_reference
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "minimax_m2")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
