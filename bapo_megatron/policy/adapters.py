@@ -18,7 +18,10 @@ from bapo_megatron.runtime.files import read_regular
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
-_EXPERT_TARGETS = ("gate_proj", "up_proj", "down_proj")
+_DOWN, _EXPERT_TARGETS = (
+    ("down_proj", "w2"),
+    ("gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"),
+)
 _GATE_UP = "gate_up_proj"
 """What transformers calls the two tensors of gates and up projections that PEFT adapts as one."""
 _MERGE = "save the merged model (PEFT's merge_and_unload) and train from it, or choose another one"
@@ -228,7 +231,7 @@ def _peft_targets(hf: HfConfig, config: LoraConfig) -> dict[str, Any]:
         names = (n for w in weight_table(hf) if w.expert is None for n in adapted(w, hf, config))
         single = {n.split(".layers.")[1].partition(".")[2] for n in names if target_of(n) in joined}
         experts = ["mlp.experts.down_proj"]
-        if joined != {"down_proj"}:
+        if joined.difference(_DOWN):
             experts.append(f"mlp.experts.{_GATE_UP}")
             pattern = rf".*\.{_GATE_UP}"
             fields["rank_pattern"] = {pattern: 2 * config.rank}
@@ -240,7 +243,7 @@ def _peft_targets(hf: HfConfig, config: LoraConfig) -> dict[str, Any]:
 def peft_obstacle(hf: HfConfig, config: LoraConfig) -> str:
     """Return why PEFT does not load the adapters that are written; '' if it does."""
     joined = targets_of(hf, config) & {*_EXPERT_TARGETS} if hf.experts else set()
-    if len(joined & {"gate_proj", "up_proj"}) == 1:
+    if len(joined.difference(_DOWN)) == 1:
         return "it adapts gate_proj and up_proj of experts only together"
     if hf.tensor_prefix.startswith("language_model"):
         return "it knows the layers beside a vision tower by other names"

@@ -64,6 +64,7 @@ OPTIMIZER_STATE = re.compile(r"(^|\.)optimizer\.")
 MODULES_WITHOUT_STATE = (
     *("embedding.word_embeddings", "output_layer"),
     *(".self_attention", ".self_attention.conv1d"),  # of gated delta nets
+    ".post_norm",
 )
 """Modules whose FP8 state Megatron does not save."""
 
@@ -351,7 +352,8 @@ def _empty_states(hf: HfConfig) -> list[str]:
             modules.append(f"{layer}.self_attention.core_attention")
         sizes = ((1,), (0,)) if place is None else (shape[:1], (place,))
         for module in modules:
-            without = module.endswith(MODULES_WITHOUT_STATE)
+            is_joint_norm = weight.axis is not None and module.endswith("_layernorm")
+            without = is_joint_norm or module.endswith(MODULES_WITHOUT_STATE)
             if not without and not module.endswith(".mlp.router"):
                 states[ShardedObject(f"{module}._extra_state", None, *sizes).unique_key] = None
     return list(states)

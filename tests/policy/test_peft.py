@@ -21,13 +21,20 @@ from bapo_megatron.policy.lora import load_adapter, write_adapter
 from bapo_megatron.policy.weight_table import hf_shapes
 from tests.policy.convert_models import copy_with, merge_adapter
 from tests.policy.oracle import Oracle
-from tests.policy.tiny_models import load_reference, make_model
+from tests.policy.tiny_models import MINIMAX_NAMES, load_reference, make_model
 from tests.tolerances import assert_within
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DENSE = ("qwen2", "llama")
-WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe_text")
+WITH_EXPERTS = (
+    "qwen3_moe",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "minimax_m2",
+)
 REMEDY = r"; save the merged model \(PEFT's merge_and_unload\) and train from it, or choose"
 
 
@@ -196,6 +203,8 @@ def test_peft_computes_with_all_that_is_written_as_with_the_merged_weights(
     tmp_path: Path, family: str, targets: tuple[str, ...]
 ) -> None:
     model = make_model(family, tmp_path / "model")
+    if family == "minimax_m2":
+        targets = tuple(MINIMAX_NAMES.get(target, target) for target in targets)
     config = LORA.model_copy(update={"targets": targets})
     write_random(model, config, tmp_path / "adapter")
     adapted = peft.PeftModel.from_pretrained(load_reference(family, model), tmp_path / "adapter")

@@ -264,7 +264,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             "rotary_dim": 8,
             "intermediate_size": 16,
             "num_local_experts": 8,
-            "num_experts_per_tok": 3,
+            "num_experts_per_tok": 2,
         },
         "olmo2": {"pad_token_id": None, "eos_token_id": None},  # of its own vocabulary
         "qwen3_5_text": HYBRID,

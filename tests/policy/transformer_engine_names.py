@@ -45,6 +45,8 @@ FAMILIES = {
     "gpt-oss": "gpt-oss-20b",
     "moonlight": "moonlight-16b-a3b",
     "moonlight with a latent of queries": "moonlight-16b-a3b",
+    "minimax": "minimax-m2",
+    "olmo2": "olmo-2-1124-7b",
     "qwen3_5": "qwen3.5-27b",
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -55,6 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "experts": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
 }
 WITH_EXPERTS = ("qwen3 with experts", "glm with experts", "gpt-oss", "moonlight")
+WITH_EXPERTS = ("qwen3 with experts", "glm with experts", "moonlight", "minimax")
 CASES = [
     (family, layout)
     for family in FAMILIES

@@ -87,7 +87,7 @@ def _change_for_adapters(tensors: dict[str, float], case: Scenario) -> None:
     Before a fused product, adapters norm the input once more.
     """
     hf, lora, ranks = case.hf, case.config.model.lora, case.layout.sequence_ranks
-    if case.assumptions.layers == "local":
+    if case.assumptions.layers == "local" and hf.norms_before:
         tensors["norms and inputs of the two products"] += 2 * FLOAT32_BYTES / ranks
     visits = hf.experts.per_token if hf.experts else 0
     num_adapters = sum(

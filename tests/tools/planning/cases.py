@@ -80,6 +80,7 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "norms after": ("gemma3_text", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "experts": ("qwen3_moe", "bfloat16", {}, {}),
     "clamped experts": ("gpt_oss", "bfloat16", {}, {}),
+    "norms after": ("olmo2", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "latents": ("deepseek_v3", "bfloat16", {}, {}),
     "latents, selective": ("deepseek_v3", "bfloat16", {}, {"recompute": "selective"}),
 }
@@ -132,7 +133,7 @@ def small_model(family: str, layers: int) -> HfConfig:
         intermediate_size=704,
         mixers=(mixer,) * layers,
         num_heads=8,
-        num_kv_heads=8 if is_latent else 2,
+        num_kv_heads=8 if is_latent else 4 if family == "olmo2" else 2,
         head_dim=64 if family == "qwen3" else 32,
         rms_norm_eps=1e-6,
         max_position_embeddings=131072,
@@ -144,6 +145,10 @@ def small_model(family: str, layers: int) -> HfConfig:
         zero_centered_norms=family == "gemma3_text",
         norms_after=family == "gemma3_text",
         activation="gelu" if family == "gemma3_text" else "silu",
+        qk_norm=family in ("qwen3", "qwen3_moe", "olmo2"),
+        joint_qk_norm=family == "olmo2",
+        norms_before=family != "olmo2",
+        norms_after=family == "olmo2",
         experts=experts,
     )
 
