@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor, nn
+from torch import Tensor
 
 from bapo_megatron.ops.chunked import placeholder_gradient
 from bapo_megatron.policy.local_layers import weighted_clamped_swiglu, weighted_swiglu

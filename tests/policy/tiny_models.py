@@ -258,6 +258,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
                 "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
                 "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
             },
+        },
         "minimax_m2": {
             "tie_word_embeddings": False,
             "head_dim": 16,
@@ -348,20 +349,17 @@ def reference_gradients(model: Any, problems: list[Problem]) -> dict[str, Tensor
     return per_expert(gradients, model)
 
 
-def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as files name them: transformers keeps the experts of a layer together.
-
-    So do the files of gpt-oss, whose experts have biases.
-    """
-    if any(name.endswith(".experts.down_proj_bias") for name in tensors):
-        return tensors
-    return dict(one for name, fused in tensors.items() for one in _parts(name, fused))
 MINIMAX_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """What files of MiniMax-M2 call parts of names."""
 
 
 def per_expert(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Tensors as files name them: transformers keeps the experts of a layer together."""
+    """Tensors as files name them: transformers keeps the experts of a layer together.
+
+    So do the files of gpt-oss, whose experts have biases.
+    """
+    if model.config.model_type == "gpt_oss":
+        return tensors
     named = dict(one for name, fused in tensors.items() for one in _parts(name, fused))
     if model.config.model_type != "minimax_m2":
         return named

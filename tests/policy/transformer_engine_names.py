@@ -56,8 +56,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
     "experts": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
 }
-WITH_EXPERTS = ("qwen3 with experts", "glm with experts", "gpt-oss", "moonlight")
-WITH_EXPERTS = ("qwen3 with experts", "glm with experts", "moonlight", "minimax")
+WITH_EXPERTS = ("qwen3 with experts", "glm with experts", "gpt-oss", "moonlight", "minimax")
 CASES = [
     (family, layout)
     for family in FAMILIES

@@ -430,15 +430,14 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     transformers keeps the experts of a layer in two tensors, [E, 2 · channels, D] of gate and up
     and [E, D, channels]; files have three matrices per expert, but gpt-oss's have the same tensors.
     """
-    state = model.state_dict(keep_vars=True)
-    for name, tensor in state.items():
     in_files = _IN_FILES if model.config.model_type == "minimax_m2" else {}
     for name, tensor in _matrices(model):
         yield ".".join(in_files.get(part, part) for part in name.split(".")), tensor
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
         layer, is_expert, kind = name.partition(".experts.")
         if not is_expert or f"{layer}.experts.down_proj_bias" in state:
             yield name, tensor

@@ -4,7 +4,9 @@ Drafts for speculative decoding (``use_mtp``) are not trained; exports have them
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from bapo_megatron.policy.architecture import Experts, Family, HfConfig, LayerWeights, Weight
 from bapo_megatron.policy.families.config_json import (
@@ -25,6 +27,9 @@ _NAMES = {
 """Parts of names that differ from those of other models."""
 
 
+One = Annotated[float, Field(ge=1, le=1)]
+
+
 class MiniMaxM2Json(ConfigJson):
     """The fields of config.json."""
 
@@ -41,9 +46,9 @@ class MiniMaxM2Json(ConfigJson):
     mlp_intermediate_size: int | None = None
     """Of dense layers, which there are none of."""
     attn_type_list: list[Literal[1]] | None = None
-    layernorm_full_attention_beta: Literal[1.0] = 1.0
+    layernorm_full_attention_beta: One = 1.0
     layernorm_linear_attention_beta: float | None = None
-    layernorm_mlp_beta: Literal[1.0] = 1.0
+    layernorm_mlp_beta: One = 1.0
     use_mtp: bool = False
     num_mtp_modules: int = 0
     mtp_transformer_layers: int = 0

@@ -14,8 +14,7 @@ from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import complete, opened, ragged_requests, start
 from tests.policy.tiny_models import load_reference
 
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "minimax_m2")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "minimax_m2")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -80,7 +80,7 @@ SAVED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "norms after": ("gemma3_text", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "experts": ("qwen3_moe", "bfloat16", {}, {}),
     "clamped experts": ("gpt_oss", "bfloat16", {}, {}),
-    "norms after": ("olmo2", "bfloat16", {"tensor": 2, "sequence": True}, {}),
+    "only norms after": ("olmo2", "bfloat16", {"tensor": 2, "sequence": True}, {}),
     "latents": ("deepseek_v3", "bfloat16", {}, {}),
     "latents, selective": ("deepseek_v3", "bfloat16", {}, {"recompute": "selective"}),
 }
@@ -141,14 +141,12 @@ def small_model(family: str, layers: int) -> HfConfig:
         rope_scaling=None,
         tied_embeddings=False,
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        zero_centered_norms=family == "gemma3_text",
-        norms_after=family == "gemma3_text",
-        activation="gelu" if family == "gemma3_text" else "silu",
         qk_norm=family in ("qwen3", "qwen3_moe", "olmo2"),
         joint_qk_norm=family == "olmo2",
         norms_before=family != "olmo2",
-        norms_after=family == "olmo2",
+        zero_centered_norms=family == "gemma3_text",
+        norms_after=family in ("gemma3_text", "olmo2"),
+        activation="gelu" if family == "gemma3_text" else "silu",
         experts=experts,
     )
 
