@@ -72,7 +72,7 @@ def check_targets(hf: HfConfig, config: LoraConfig, tensor: int) -> None:
     if divided and tensor > 1:
         rest = ", ".join(sorted(known - divided))
         raise ConfigError(
-            "model.lora.targets: must not name inputs of gated delta nets, "
+            "model.lora.targets: must not name inputs of recurrences, "
             f"{', '.join(sorted(divided))}, with parallel.tensor = {tensor}; name others, {rest}, "
             "or set parallel.tensor to 1"
         )

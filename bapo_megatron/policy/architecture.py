@@ -132,8 +132,8 @@ class HfConfig:
     """Base of the unscaled rotary embeddings of layers with a window; None: as other layers."""
     attention_scale: float | None = None
     """Factor of the products of queries and keys; None: head_dim^-0.5."""
-    activation: Literal["silu", "gelu"] = "silu"
-    """Of the gated MLP; gelu is the tanh approximation."""
+    activation: Literal["silu", "gelu", "relu2"] = "silu"
+    """Of the MLP, which with relu2 is not gated; gelu is the tanh approximation."""
     scales_embeddings: bool = False
     """Whether embeddings, but not the output layer, are multiplied by sqrt(hidden_size)."""
     output_gate: bool = False
@@ -145,8 +145,12 @@ class HfConfig:
     norms_after: bool = False
     """Whether they have one after them, before the residual is added."""
     experts: Experts | None = None
+    has_single_blocks: bool = False
+    """Whether a layer with a token mixer has no MLP."""
     tensor_prefix: str = "model"
     """What names of Hugging Face tensors begin with, but for the output layer's."""
+    tensor_names: tuple[tuple[str, str], ...] = ()
+    """Parts of names of Hugging Face tensors: what ``Weight.hf`` has, and what the model has."""
 
     @property
     def num_layers(self) -> int:
@@ -163,13 +167,22 @@ class HfConfig:
         """Whether Megatron's checkpoints stack the layers' parameters."""
         return self.experts is None and all(mixer.stacks for mixer in self.mixers)
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs and experts have a gate."""
+        return self.activation != "relu2"
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of a dense MLP."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not (self.has_single_blocks and self.mixers[layer].is_mixing)
+
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated."""
+        """Channels of a head that are rotated; 0: there are no rotary embeddings."""
         return int(self.head_dim * self.rotary_share)
 
     @cached_property

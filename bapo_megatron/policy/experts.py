@@ -14,7 +14,11 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from bapo_megatron.ops.chunked import placeholder_gradient
-from bapo_megatron.policy.local_layers import weighted_clamped_swiglu, weighted_swiglu
+from bapo_megatron.policy.local_layers import (
+    squared_relu,
+    weighted_clamped_swiglu,
+    weighted_swiglu,
+)
 
 _ALIGNMENT_BYTES = 16
 """Of the rows of every factor of a grouped product."""
@@ -42,12 +46,14 @@ class GroupedExperts(SequentialMLP):
         sizes = tokens_per_expert.tolist()
         ends_E = tokens_per_expert.cumsum(0).to(hidden_NI.device, torch.int32, non_blocking=True)
         config, weights_N1 = self.config, probs_N[:, None]
-        gate_up = self._multiply("linear_fc1", hidden_NI, ends_E, sizes)
-        if config.activation_func_clamp_value is None:
-            inner_NF = weighted_swiglu(gate_up, None, weights_N1)
+        inner = self._multiply("linear_fc1", hidden_NI, ends_E, sizes)
+        if not config.gated_linear_unit:
+            inner_NF = (squared_relu(inner) * weights_N1).to(inner.dtype)
+        elif config.activation_func_clamp_value is None:
+            inner_NF = weighted_swiglu(inner, None, weights_N1)
         else:
             offset, limit = config.glu_linear_offset, config.activation_func_clamp_value
-            inner_NF = weighted_clamped_swiglu(gate_up, None, weights_N1, False, offset, limit)
+            inner_NF = weighted_clamped_swiglu(inner, None, weights_N1, False, offset, limit)
         return self._multiply("linear_fc2", inner_NF, ends_E, sizes, weights_N1), None
 
     def loop_reason(self, dtype: torch.dtype) -> str:

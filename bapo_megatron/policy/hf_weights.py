@@ -155,6 +155,7 @@ def local_weights(
                 index = int(name.split(".")[2])
                 layer = chunk.decoder.layers[index].layer_number - 1
                 name = name.replace(f".{index}.", f".{layer}.", 1)
+                name = name.replace(".conv1d_", ".conv1d.")  # Mamba's, as in checkpoints
                 for pattern in _EXPERT_NAMES:
                     name = pattern.sub(count_over_layer, name)
             local[name] = tensor

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -56,6 +56,7 @@ def _fused_layer(hf: HfConfig, config: TransformerConfig, number: int) -> Module
     )
     mixer.put_into(layer, hf, is_fused=True)
     _place_norms(layer.submodules, hf, TEColumnParallelLinear)
+    _drop_mlp(layer, hf, number)
     return layer
 
 
@@ -78,9 +79,16 @@ def _layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
         linears = MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear)
         submodules.mlp = partial(MLP.as_mlp_submodule, submodules=linears)
     _place_norms(submodules, hf, ColumnParallelLinear)
+    _drop_mlp(layer, hf, number)
     # The local spec renames separate norms to the fused names in checkpoints; ours have them.
     submodules.sharded_state_dict_keys_map = {}
     return layer
+
+
+def _drop_mlp(layer: ModuleSpec, hf: HfConfig, number: int) -> None:
+    if not hf.has_mlp(number):
+        layer.submodules.pre_mlp_layernorm = layer.submodules.mlp = IdentityOp
+        layer.submodules.mlp_bda = IdentityFuncOp
 
 
 def _place_norms(layer: Any, hf: HfConfig, linear_without_norm: Any) -> None:

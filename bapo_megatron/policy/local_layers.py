@@ -445,6 +445,11 @@ def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: An
     return (swiglu(gate_up_N2F) * weights_N1).to(gate_up_N2F.dtype)
 
 
+def squared_relu(hidden_NF: Tensor) -> Tensor:
+    """Return max(0, x)²; Megatron's needs torch's compiler."""
+    return F.relu(hidden_NF).square()
+
+
 def weighted_clamped_swiglu(
     gate_up_N2F: Tensor,
     bias_2F: Tensor | None,

@@ -26,7 +26,7 @@ from bapo_megatron.config.megatron import MegatronConfig, ModelConfig, ParallelC
 from bapo_megatron.policy.architecture import HfConfig, LinearRope, YarnRope
 from bapo_megatron.policy.hf_config import check_division, padded_vocab_size
 from bapo_megatron.policy.layer_spec import layer_spec, uses_transformer_engine
-from bapo_megatron.policy.local_layers import use_own_kernels
+from bapo_megatron.policy.local_layers import squared_relu, use_own_kernels
 from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.runtime.distributed import ProcessGroups
 
@@ -63,7 +63,7 @@ def build_chunks(
             post_process=groups.is_last_stage and chunk == parallel.virtual_pipeline - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=hf.tied_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="rope" if hf.rotary_dim else "none",
             rotary_base=hf.rope_theta,
             rotary_percent=hf.rotary_share,
             vp_stage=vp_stage,
@@ -79,7 +79,7 @@ def build_chunks(
         for module in gpt.modules():
             if hasattr(module, "frozen_expert_bias"):
                 module.frozen_expert_bias = True  # training keeps the balance that it finds
-        if not _is_latent(hf):
+        if hasattr(gpt, "rotary_pos_emb"):
             _scale_frequencies(gpt.rotary_pos_emb, hf)
         if not uses_transformer_engine(groups.device, config.params_dtype):
             use_own_kernels(gpt)
@@ -181,7 +181,8 @@ def _transformer_config(
         kv_channels=hf.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True,
+        gated_linear_unit=hf.is_gated,
+        bias_activation_fusion=hf.is_gated,
         add_qkv_bias=hf.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -212,7 +213,8 @@ def _transformer_config(
 
 def _activation_options(hf: HfConfig) -> dict[str, Any]:
     if hf.experts is None or hf.experts.swiglu_limit is None:
-        return {"activation_func": getattr(F, hf.activation), "add_bias_linear": False}
+        activation = getattr(F, hf.activation) if hf.is_gated else squared_relu
+        return {"activation_func": activation, "add_bias_linear": False}
     return {
         "activation_func": quick_gelu,
         "activation_func_clamp_value": hf.experts.swiglu_limit,
@@ -284,7 +286,6 @@ def _speed_options(device: torch.device, *, fused: bool, interleaved: bool) -> d
     return {
         # Otherwise each micro-batch's weight gradient is rounded to bfloat16 before it is added.
         "gradient_accumulation_fusion": on_gpu,
-        "bias_activation_fusion": True,
         # The unfused form reads sequence lengths from the device, once per layer.
         "apply_rope_fusion": fused,
         "overlap_p2p_comm": on_gpu and interleaved,

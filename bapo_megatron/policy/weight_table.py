@@ -34,8 +34,11 @@ def weight_table(hf: HfConfig) -> tuple[Weight, ...]:
 
 
 def hf_names(weight: Weight, hf: HfConfig) -> tuple[str, ...]:
-    """Return the names of a weight with the model's prefix."""
-    return tuple(name.replace("model.", f"{hf.tensor_prefix}.", 1) for name in weight.hf)
+    """Return the names of a weight as the model has them."""
+    names = weight.hf
+    for usual, own in (*hf.tensor_names, ("model.", f"{hf.tensor_prefix}.")):
+        names = tuple(name.replace(usual, own, 1) for name in names)
+    return names
 
 
 def layer_weights(hf: HfConfig, layer: int) -> LayerWeights:

@@ -125,7 +125,7 @@ SUITES = {
         layouts_of("one rank", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2"),
     ),
     "experts": Suite(
-        (*EXPERTS, "moonlight", "minimax_m2"),
+        (*EXPERTS, "moonlight", "minimax_m2", "nemotron_h"),
         # Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``.
         layouts_of(
             *("one rank, attention recomputed", "EP 2", "TP 2, ETP 1", "PP 2, recomputed"),

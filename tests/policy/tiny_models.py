@@ -31,6 +31,7 @@ FAMILIES = (
     "gemma3_text",
     "olmo2",
     "minimax_m2",
+    "nemotron_h",
 )
 """Those of tests in every layout."""
 Models = dict[str, Path]
@@ -83,6 +84,24 @@ HYBRID_EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 
+NEMOTRON_H = {
+    "hybrid_override_pattern": "M*-E",
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    # transformers limits steps of its prefill to time_step_min, nobody else
+    "time_step_min": 1e-9,
+    "time_step_floor": 0.3,
+    "time_step_max": 1.0,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "routed_scaling_factor": 2.5,
+}
+"""A layer of each kind."""
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 100.0,
@@ -180,6 +199,7 @@ def model_class(family: str) -> Any:
         "gemma3_text": transformers.Gemma3ForCausalLM,
         "minimax_m2": transformers.MiniMaxM2ForCausalLM,
         "olmo2": transformers.Olmo2ForCausalLM,
+        "nemotron_h": transformers.NemotronHForCausalLM,
         "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
         "qwen3_next": transformers.Qwen3NextForCausalLM,
         "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
@@ -268,6 +288,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
             "num_experts_per_tok": 2,
         },
         "olmo2": {"pad_token_id": None, "eos_token_id": None},  # of its own vocabulary
+        "nemotron_h": NEMOTRON_H,
         "qwen3_5_text": HYBRID,
         "qwen3_next": HYBRID | HYBRID_EXPERTS,
         "qwen3_5_moe_text": HYBRID | HYBRID_EXPERTS,
@@ -360,6 +381,8 @@ def per_expert(tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
     """
     if model.config.model_type == "gpt_oss":
         return tensors
+    if model.config.model_type == "nemotron_h":
+        tensors = {name.replace("model.", "backbone.", 1): t for name, t in tensors.items()}
     named = dict(one for name, fused in tensors.items() for one in _parts(name, fused))
     if model.config.model_type != "minimax_m2":
         return named
@@ -378,7 +401,7 @@ def _parts(name: str, fused: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{layer}.experts.{number}.gate_proj.weight", gate
             yield f"{layer}.experts.{number}.up_proj.weight", up
         else:
-            yield f"{layer}.experts.{number}.down_proj.weight", expert
+            yield f"{layer}.experts.{number}.{kind}.weight", expert
 
 
 def set_config_field(directory: Path, **values: Any) -> None:

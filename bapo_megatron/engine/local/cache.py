@@ -1,14 +1,16 @@
 """The KV cache of the rows that are decoded together, and its attention.
 
 All rows end at the same column, so that a step writes one column; shorter rows are padded on the
-left. A gated delta net keeps a state per row in place of columns.
+left. A gated delta net or Mamba-2 keeps a state per row in place of columns.
 
 Shape legend: B = rows of a decode step, N = query heads, M = key-value heads, W = columns,
-P = positions of a prefill, H = head size, R = rows that a prefill fills; of a gated delta net D =
+P = positions of a prefill, H = head size, R = rows that a prefill fills; of a recurrence D =
 channels and S = width of its convolution.
 """
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -21,7 +23,7 @@ ATTENTION = "bapo_local"
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values; with multi-head latent attention the latents and the rotated keys, M = 1; of a
-gated delta net the last inputs of the convolution, and the state."""
+recurrence the last inputs of the convolution, and the state; empty for an MLP alone."""
 
 
 def register_attention() -> None:
@@ -81,7 +83,7 @@ class Prefill:
     """The KV cache of one forward pass over whole inputs, for transformers."""
 
     def __init__(self, starts: Sequence[tuple[int, int, int]] = ()) -> None:
-        self._layers: list[Layer] = []  # each [inputs, M, P, H], padded on the right
+        self._layers: dict[int, Layer] = {}  # each [inputs, M, P, H], padded on the right
         self._starts = starts
         """[R] Row of the decode cache, index of its input, and length of that input."""
         self._convolved = torch.empty(0)
@@ -95,9 +97,9 @@ class Prefill:
         self._convolved = inputs_RDP
         return inputs_RDP
 
-    def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> None:
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, *_: Any, **__: Any) -> None:
         """Store the state after each input, which padding did not change (``RecurrentPadding``)."""
-        self._layers.append((self._convolved, state))
+        self._layers[layer_idx] = (self._convolved, state)
 
     def copy_state_to(self, target: Tensor, layer: int, part: int) -> None:
         """Copy the last inputs of a convolution (part 0), or states (1), to their rows."""
@@ -111,8 +113,8 @@ class Prefill:
             target[row, :, target.shape[-1] - last.shape[-1] :] = last
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> Layer:
-        """Store keys and values of the next layer."""
-        self._layers.append((keys, values))
+        """Store keys and values of a layer."""
+        self._layers[layer] = (keys, values)
         return keys, values
 
     def copy_to(self, target_BMWH: Tensor, layer: int, part: int, end: int) -> None:
@@ -161,6 +163,9 @@ class DecodeCache:
         num_heads, *sizes = _cached_shape(config)
         columns = [((num_heads, num_columns, size), model.dtype) for size in sizes]
         for layer in range(config.num_hidden_layers):
+            if layer < len(kinds) and kinds[layer] in ("mlp", "moe"):
+                cache._layers.append((torch.empty(0), torch.empty(0)))
+                continue
             has_state = layer < len(kinds) and kinds[layer] == "linear_attention"
             tensors = []
             for part, (shape, dtype) in enumerate(
@@ -187,7 +192,7 @@ class DecodeCache:
 
     @property
     def layers(self) -> list[SimpleNamespace]:
-        """What transformers' gated delta nets look at."""
+        """What transformers' recurrences look at."""
         return [
             SimpleNamespace(conv_states=(conv,), recurrent_states=(state,), record_past=False)
             for conv, state in self._layers
@@ -220,7 +225,11 @@ def _cached_shape(config: Any) -> tuple[int, int, int]:
 
 
 def _state_shapes(config: Any, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and type of the parts of a row's state: [D, S], and one state per value head."""
+    """Return shape and type of the parts of a row's state: [D, S], and one state per head."""
+    if size := getattr(config, "ssm_state_size", None):  # Mamba-2
+        state_shape = (config.mamba_num_heads, config.mamba_head_dim, size)
+        num_channels = math.prod(state_shape[:2]) + 2 * config.n_groups * size
+        return [((num_channels, config.conv_kernel), dtype), (state_shape, torch.float32)]
     key_size, value_size = config.linear_key_head_dim, config.linear_value_head_dim
     num_heads, width = config.linear_num_value_heads, config.linear_conv_kernel_dim
     num_channels = 2 * config.linear_num_key_heads * key_size + num_heads * value_size
@@ -229,7 +238,7 @@ def _state_shapes(config: Any, dtype: torch.dtype) -> list[tuple[tuple[int, ...]
 
 
 class RecurrentPadding:
-    """Keeps padding on the right of prefilled inputs out of the states of gated delta nets."""
+    """Keeps padding on the right of prefilled inputs out of the states of recurrences."""
 
     def __init__(self, model: nn.Module) -> None:
         """Watch the projections to a token's rate and decay."""
@@ -237,12 +246,21 @@ class RecurrentPadding:
         """Lengths of the inputs of a forward pass; none: all are whole."""
         for name, module in model.named_modules():
             if name.endswith((".in_proj_a", ".in_proj_b", ".in_proj_ba")):
-                module.register_forward_hook(self._clear)
+                module.register_forward_hook(partial(self._clear, 0))
+            elif hasattr(module, "time_step_limit"):  # Mamba-2
+                # transformers' own is of prefills alone; Megatron and SGLang have none.
+                module.time_step_limit = (0.0, math.inf)
+                module.in_proj.register_forward_hook(partial(self._clear, -module.num_heads))
 
-    def _clear(self, module: nn.Module, args: tuple[Tensor, ...], rates: Tensor) -> Tensor:
-        """Let padding write nothing (sigmoid(−∞) = 0) and forget nothing (softplus(−∞) = 0)."""
+    def _clear(
+        self, first: int, module: nn.Module, args: tuple[Tensor, ...], projected: Tensor
+    ) -> None:
+        """Let padding write nothing (sigmoid(−∞) = 0) and forget nothing (softplus(−∞) = 0).
+
+        ``first`` is the first channel of a token's rate and decay.
+        """
         if not self.lengths:
-            return rates
-        lengths_R1 = torch.tensor(self.lengths, device=rates.device)[:, None]
-        is_padding_RP = torch.arange(rates.shape[1], device=rates.device) >= lengths_R1
-        return rates.masked_fill(is_padding_RP[..., None], float("-inf"))
+            return
+        lengths_R1 = torch.tensor(self.lengths, device=projected.device)[:, None]
+        is_padding_RP = torch.arange(projected.shape[1], device=projected.device) >= lengths_R1
+        projected[..., first:].masked_fill_(is_padding_RP[..., None], float("-inf"))

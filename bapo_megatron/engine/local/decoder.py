@@ -486,7 +486,8 @@ class _ExpertWatch:
         self._num_layers = model.config.num_hidden_layers
         self._chosen: dict[int, Tensor] = {}
         for number, layer in enumerate(model.get_decoder().layers):
-            if (experts := getattr(layer.mlp, "experts", None)) is not None:
+            block = layer.mlp if hasattr(layer, "mlp") else layer.mixer
+            if (experts := getattr(block, "experts", None)) is not None:
                 experts.register_forward_pre_hook(functools.partial(self._see, number))
 
     def _see(self, layer: int, experts: nn.Module, inputs: tuple[Tensor, ...]) -> None:

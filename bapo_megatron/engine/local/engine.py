@@ -391,10 +391,12 @@ class LocalWeights:
     def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
         """Copy tensors into the model; copy none if one does not belong to it."""
         # A vision tower's language model is loaded without it, and without its part of the names.
-        tensors = {
-            name.replace(".language_model.", ".", 1).removeprefix("language_model."): tensor
-            for name, tensor in tensors.items()
-        }
+        # transformers has another name for Nemotron-H's backbone, too.
+        for there, here in ((".language_model.", "."), ("backbone.", "model.")):
+            tensors = {
+                name.replace(there, here, 1).removeprefix("language_model."): tensor
+                for name, tensor in tensors.items()
+            }
         for name, tensor in tensors.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
@@ -428,7 +430,8 @@ def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield what weights are copied to, by the names in files; tied ones under each of theirs.
 
     transformers keeps the experts of a layer in two tensors, [E, 2 · channels, D] of gate and up
-    and [E, D, channels]; files have three matrices per expert, but gpt-oss's have the same tensors.
+    and [E, D, channels]; files have three matrices per expert, without a gate two, but gpt-oss's
+    have the same tensors.
     """
     in_files = _IN_FILES if model.config.model_type == "minimax_m2" else {}
     for name, tensor in _matrices(model):

@@ -20,6 +20,10 @@ HARMLESS_FIELDS = (
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
     *("router_aux_loss_coef", "output_router_logits", "cache_implementation"),
+    # Mamba's initialization, kernels and draft layers.
+    *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
+    *("use_mamba_kernels", "chunk_size", "num_logits_to_keep", "moe_shared_expert_overlap"),
+    "mtp_layers_block_type",
 )
 """Fields that do not change what the model computes."""
 

@@ -45,8 +45,10 @@ EXPERT = _swiglu("mlp.experts.{expert}", "mlp.experts.{expert}", "expert")
 
 
 def decoder_layer(hf: HfConfig, layer: int) -> LayerWeights:
-    """A token mixer, and a gated MLP or experts, under the names that most models use."""
-    mlp = feed_forward(hf, layer)
+    """A token mixer, and an MLP or experts, under the names that most models use."""
+    mlp = feed_forward(hf, layer) if hf.has_mlp(layer) else LayerWeights(())
+    if not hf.is_gated:
+        mlp = LayerWeights(_without_gate(mlp.shared), _without_gate(mlp.expert))
     return LayerWeights((*hf.mixers[layer].weights(hf), *mlp.shared), mlp.expert)
 
 
@@ -64,6 +66,13 @@ def feed_forward(hf: HfConfig, layer: int) -> LayerWeights:
     if hf.experts.shared_intermediate_size:
         shared = GATED_SHARED_EXPERT if hf.experts.has_shared_gate else SHARED_EXPERTS
     return LayerWeights((*EXPERTS, *bias, *shared), EXPERT)
+
+
+def _without_gate(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    return tuple(
+        replace(w, hf=w.hf[1:], shapes=w.shapes[1:], form="plain") if w.form == "gate_up" else w
+        for w in weights
+    )
 
 
 def is_draft(hf: HfConfig, name: str) -> bool:

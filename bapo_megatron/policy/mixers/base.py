@@ -52,6 +52,8 @@ class Mixer(ABC):
 
     title: str
     """What messages call it, in the plural."""
+    is_mixing = True
+    """Whether it is a mixer, not the lack of one."""
     needs_sequence_parallel = False
     """Whether tensor parallel needs ``parallel.sequence``."""
     stacks = True
@@ -106,3 +108,30 @@ class Mixer(ABC):
     @abstractmethod
     def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
         """Return the channels of a token that a context-parallel rank sends in a forward pass."""
+
+
+@dataclass(frozen=True)
+class NoMixer(Mixer):
+    """For layers that are an MLP alone."""
+
+    title = "layers without a token mixer"
+    is_mixing = False
+
+    def weights(self, hf: "HfConfig") -> "tuple[Weight, ...]":
+        """See ``Mixer``."""
+        return ()
+
+    def put_into(self, layer: Any, hf: "HfConfig", *, is_fused: bool) -> None:
+        """See ``Mixer``."""
+        from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+        layer.submodules.input_layernorm = layer.submodules.self_attention = IdentityOp
+        layer.submodules.self_attn_bda = IdentityFuncOp
+
+    def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
+        """See ``Mixer``."""
+        return {}
+
+    def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
+        """See ``Mixer``."""
+        return 0

@@ -48,12 +48,12 @@ def use_twins() -> None:
 
 def l2norm(heads: Tensor) -> Tensor:
     """Divide the last dimension by its root of the sum of squares."""
-    wide = heads.to(_wide(heads))
+    wide = heads.to(wide_dtype(heads))
     return (wide * (wide.square().sum(-1, keepdim=True) + _EPS).rsqrt()).to(heads.dtype)
 
 
 def causal_conv1d(
-    x: Tensor, weight: Tensor, *, cu_seqlens: Tensor, **options: Any
+    x: Tensor, weight: Tensor, *, cu_seqlens: Tensor, bias: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:
     """Convolve each channel with the W last tokens of its sequence, then SiLU.
 
@@ -61,11 +61,11 @@ def causal_conv1d(
     """
     width = weight.shape[1]
     # W − 1 zeros before each sequence, so that one convolution does not cross their borders.
-    sequence_N, _ = _positions(cu_seqlens)
+    sequence_N, _ = positions(cu_seqlens)
     place_N = torch.arange(x.shape[1], device=x.device) + (sequence_N + 1) * (width - 1)
     padded_LD = x.new_zeros(x.shape[1] + (len(cu_seqlens) - 1) * (width - 1), x.shape[2])
     padded_LD = padded_LD.index_copy(0, place_N, x[0])
-    output_DL = F.conv1d(padded_LD.t()[None], weight[:, None], groups=len(weight))[0]
+    output_DL = F.conv1d(padded_LD.t()[None], weight[:, None], bias, groups=len(weight))[0]
     return F.silu(output_DL.t()[place_N - (width - 1)])[None], None
 
 
@@ -88,25 +88,14 @@ def chunk_gated_delta_rule(
     Returns:
         [1, N, H, V] in the query's type; computed in float32, or float64 if that is the query's.
     """
-    place_N, chunks_of_step = _chunk_places(cu_seqlens)
-    num_chunks, dtype = sum(chunks_of_step), _wide(query)
-
-    def in_chunks(rows: Tensor) -> Tensor:
-        """[1, N, H, …] → [C, H, J, …], padded by zeros, which leave the state."""
-        padded = rows.new_zeros(num_chunks * CHUNK, *rows.shape[2:], dtype=dtype)
-        padded = padded.index_copy(0, place_N, rows[0].to(dtype))
-        return padded.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
-
-    query_CHJK, key_CHJK, value_CHJV = map(in_chunks, (query, key, value))
-    beta_CHJ1 = in_chunks(beta)[..., None]
-    # In float64: of sums over a chunk, which may be far below 0, only small differences matter.
-    sum_CHJ = in_chunks(g).double().cumsum(-1)
-    is_later_JJ = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
-    between_CHJJ = (sum_CHJ[..., :, None] - sum_CHJ[..., None, :]).to(dtype)
-    between_CHJJ = between_CHJJ.masked_fill(is_later_JJ, float("-inf")).exp()
-    since_start_CHJ1, to_end_CHJ1 = (
-        part.to(dtype).exp()[..., None] for part in (sum_CHJ, sum_CHJ[..., -1:] - sum_CHJ)
+    place_N, chunks_of_step = chunk_places(cu_seqlens)
+    dtype = wide_dtype(query)
+    query_CHJK, key_CHJK, value_CHJV, beta_CHJ, g_CHJ = (
+        in_chunks(rows, place_N, sum(chunks_of_step), dtype)
+        for rows in (query, key, value, beta, g)
     )
+    beta_CHJ1 = beta_CHJ[..., None]
+    between_CHJJ, since_start_CHJ1, to_end_CHJ1 = decays(g_CHJ)
     # What each token writes, as if S were zero, and its reading of S: one unit triangular system.
     keys_CHKJ = key_CHJK.transpose(-1, -2)
     system_CHJJ = (beta_CHJ1 * key_CHJK) @ keys_CHKJ * between_CHJJ
@@ -134,7 +123,31 @@ def chunk_gated_delta_rule(
     return output.to(query.dtype)[None], None
 
 
-def _chunk_places(cu_seqlens: Tensor) -> tuple[Tensor, list[int]]:
+def in_chunks(rows: Tensor, place_N: Tensor, num_chunks: int, dtype: torch.dtype) -> Tensor:
+    """[1, N, H, …] → [C, H, J, …], padded by zeros, which leave the state."""
+    padded = rows.new_zeros(num_chunks * CHUNK, *rows.shape[2:], dtype=dtype)
+    padded = padded.index_copy(0, place_N, rows[0].to(dtype))
+    return padded.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
+
+
+def decays(log_CHJ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the decay of S between tokens of a chunk, from before it, and to its end.
+
+    ``log_CHJ`` are the logarithms of each token's decay. The first is [C, H, J, J] with zeros where
+    the second token is later, the others are [C, H, J, 1].
+    """
+    # In float64: of sums over a chunk, which may be far below 0, only small differences matter.
+    sum_CHJ, dtype = log_CHJ.double().cumsum(-1), log_CHJ.dtype
+    is_later_JJ = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=log_CHJ.device).triu(1)
+    between_CHJJ = (sum_CHJ[..., :, None] - sum_CHJ[..., None, :]).to(dtype)
+    between_CHJJ = between_CHJJ.masked_fill(is_later_JJ, float("-inf")).exp()
+    since_start_CHJ1, to_end_CHJ1 = (
+        part.to(dtype).exp()[..., None] for part in (sum_CHJ, sum_CHJ[..., -1:] - sum_CHJ)
+    )
+    return between_CHJJ, since_start_CHJ1, to_end_CHJ1
+
+
+def chunk_places(cu_seqlens: Tensor) -> tuple[Tensor, list[int]]:
     """Return each token's place among padded tokens, and how many chunks each step has.
 
     Chunks are ordered by step, and in a step by the length of their sequences, the longest first.
@@ -146,17 +159,18 @@ def _chunk_places(cu_seqlens: Tensor) -> tuple[Tensor, list[int]]:
     chunks = (lengths + CHUNK - 1) // CHUNK
     chunks_of_step = [int((chunks > step).sum()) for step in range(int(chunks.max()))]
     first_of_step = torch.tensor([0, *accumulate(chunks_of_step[:-1])], device=device)
-    sequence_N, position_N = _positions(cu_seqlens)
+    sequence_N, position_N = positions(cu_seqlens)
     chunk_N = first_of_step[position_N // CHUNK] + rank[sequence_N]
     return chunk_N * CHUNK + position_N % CHUNK, chunks_of_step
 
 
-def _positions(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def positions(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Return each token's sequence, and its place there."""
     lengths = cu_seqlens.diff()
     sequence_N = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
     return sequence_N, torch.arange(len(sequence_N), device=lengths.device) - cu_seqlens[sequence_N]
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float32, or float64 if that is the tensor's."""
     return torch.promote_types(tensor.dtype, torch.float32)

@@ -57,17 +57,20 @@ def recomputed_bytes(case: Scenario) -> float:
 def layer_tensors(case: Scenario, recompute: Recompute, mixer: Mixer) -> dict[str, float]:
     """Return the bytes per token that one layer keeps, by tensor."""
     hf, mlp = case.hf, mlp_bytes(case)
+    has_mlp = not (hf.has_single_blocks and mixer.is_mixing)
+    blocks = mixer.is_mixing + has_mlp
     tensors = {
-        "norms and inputs of the two products": 2 * case.share.norm(hf.hidden_size),
+        "norms and inputs of the two products": blocks * case.share.norm(hf.hidden_size),
         **mixer.saved(case.share, is_recomputed=recompute == "selective"),
-        "gate and up": 2 * mlp,
-        "input of the down product": mlp,
     }
+    if has_mlp:
+        tensors["gate and up"] = (2 if hf.is_gated else 1) * mlp
+        tensors["input of the down product"] = mlp
     if hf.norms_after:  # never Transformer Engine's; their outputs are only added
         element_bytes = FLOAT32_BYTES if hf.zero_centered_norms else case.element_bytes
         num_bytes = element_bytes * hf.hidden_size + FLOAT32_BYTES
         tensors["inputs of the norms after"] = 2 * num_bytes / case.layout.sequence_ranks
-    if hf.experts is not None:
+    if has_mlp and hf.experts is not None:
         ranks, visits = case.layout.sequence_ranks, hf.experts.per_token
         tensors["tokens of experts"] = visits * case.hidden_bytes
         # 8 bytes per expert, and for each visit two indices and two floats.

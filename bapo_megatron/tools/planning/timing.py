@@ -58,7 +58,8 @@ def tensor_bytes(case: Scenario, tokens: int, *, trains: bool) -> float:
     reduce-scatter and an all-gather each, which cost the same. Backward sums gradients likewise;
     sequence parallel then gathers inputs once more, and full recomputation repeats the layers'.
     """
-    layout, layers = case.layout, 4 * case.hf.num_layers // case.layout.pipeline
+    sums = 2 if case.hf.has_single_blocks else 4
+    layout, layers = case.layout, sums * case.hf.num_layers // case.layout.pipeline
     times: float = layers + 2
     if trains:
         times = times * (2.5 if layout.sequence else 2.0) + layers * case.recomputes_all

@@ -42,6 +42,7 @@ def _assert_equal(one: list[Completion], other: list[Completion]) -> None:
         *(("qwen2", 8), ("qwen2", 256), ("qwen3", 16), ("llama", 8), ("mistral", 8)),
         *(("deepseek_v3", 8), ("qwen3_5_text", 8), ("qwen3_5_text", 256), ("qwen3_next", 16)),
         *(("gemma3_text", 8), ("gpt_oss", 8), ("olmo2", 8), ("minimax_m2", 8)),
+        *(("nemotron_h", 8), ("nemotron_h", 256)),
     ],
 )
 async def test_logprobs_are_those_of_transformers(

@@ -137,6 +137,7 @@ async def test_a_weight_of_another_model_or_a_missing_one_is_named_and_changes_n
         ("deepseek_v3", "model."),
         ("minimax_m2", "model."),
         ("olmo2", "model."),
+        ("nemotron_h", "model."),
         ("qwen3_5_text", "model.language_model."),  # beside a vision tower
         ("gemma3_text", "model."),
     ],

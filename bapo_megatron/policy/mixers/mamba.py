@@ -1,0 +1,166 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv 2405.21060), as Nemotron-H has it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bapo_megatron.config.megatron import ParallelConfig
+from bapo_megatron.policy.architecture import HfConfig, Weight
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
+
+_SECTIONS = ("z", "x", "B", "C", "dt")
+_CONVOLVED = "mamba_inner+mamba_states+mamba_states"
+_WEIGHTS = (
+    Weight("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
+    Weight(
+        "self_attention.in_proj.weight",
+        ("mamba.in_proj.weight",),
+        (f"mamba_inner+{_CONVOLVED}+mamba_heads hidden",),
+        0,
+        "sections",
+        sections=_SECTIONS,
+    ),
+    *(
+        Weight(
+            f"self_attention.conv1d.{part}",
+            (f"mamba.conv1d.{part}",),
+            (f"{_CONVOLVED}{rest}",),
+            0,
+            "sections",
+            sections=_SECTIONS[1:4],
+        )
+        for part, rest in (("weight", " one kernel"), ("bias", ""))
+    ),
+    *(
+        Weight(f"self_attention.{name}", (f"mamba.{name}",), ("mamba_heads",), 0)
+        for name in ("dt_bias", "A_log", "D")
+    ),
+    Weight("self_attention.norm.weight", ("mamba.norm.weight",), ("mamba_inner",), 0),
+    Weight(
+        "self_attention.out_proj.weight", ("mamba.out_proj.weight",), ("hidden mamba_inner",), 1
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Mamba(Mixer):
+    """A recurrent state [state_dim, head_dim] per head."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Groups of heads that share what writes and what reads their states (B and C)."""
+    state_dim: int
+    kernel_size: int
+    """Tokens that the causal convolution over x, B and C sees."""
+
+    title = "Mamba-2 layers"
+    stacks = False
+
+    def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
+        """See ``Mixer``."""
+        return _WEIGHTS
+
+    def dimensions(self, hf: HfConfig) -> dict[str, int]:
+        """See ``Mixer``."""
+        return {
+            "mamba_inner": self.num_heads * self.head_dim,
+            "mamba_states": self.num_groups * self.state_dim,
+            "mamba_heads": self.num_heads,
+            "kernel": self.kernel_size,
+            "one": 1,  # the convolution is over each channel alone
+        }
+
+    def layout_error(self, parallel: ParallelConfig) -> str | None:
+        """See ``Mixer``."""
+        for key, size in (
+            ("tensor", parallel.tensor),
+            ("context", parallel.tensor * parallel.context),
+        ):
+            if self.num_groups % size:
+                return (
+                    f"parallel.{key}: tensor × context must divide the {self.num_groups} groups of "
+                    f"the model's Mamba-2 layers, got {getattr(parallel, key)} with tensor × "
+                    f"context = {parallel.tensor * parallel.context}; lower it"
+                )
+        return None
+
+    def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
+        """See ``Mixer``."""
+        return {
+            "mamba_num_heads": self.num_heads,
+            "mamba_head_dim": self.head_dim,
+            "mamba_num_groups": self.num_groups,
+            "mamba_state_dim": self.state_dim,
+        }
+
+    def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
+        """See ``Mixer``."""
+        from megatron.core.extensions import transformer_engine as te
+        from megatron.core.ssm import mamba_mixer
+        from megatron.core.tensor_parallel.layers import RowParallelLinear
+        from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        from bapo_megatron.policy.local_layers import NormColumnParallelLinear
+        from bapo_megatron.policy.mixers.mamba_scan import PackedMambaMixer, use_twins
+
+        if is_fused:
+            if not mamba_mixer.HAVE_MAMBA_SSM or mamba_mixer.causal_conv1d_fn is None:
+                raise ValueError(
+                    "mamba-ssm, causal-conv1d: must be installed for a model with Mamba-2 layers "
+                    "on a GPU with Transformer Engine; install them (docs/launch.md)"
+                )
+            linears = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear
+        else:
+            use_twins()
+            layer.submodules.input_layernorm = IdentityOp  # fused into the linear
+            linears = NormColumnParallelLinear, RowParallelLinear
+        layer.submodules.self_attention = ModuleSpec(
+            PackedMambaMixer,
+            params={"d_model": hf.hidden_size, "d_conv": self.kernel_size},
+            submodules=mamba_mixer.MambaMixerSubmodules(*linears),
+        )
+
+    def flops(self, hf: HfConfig) -> tuple[int, int]:
+        """See ``Mixer``; it reads and writes its state once for each token."""
+        return 4 * self.num_heads * self.head_dim * self.state_dim, 0
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """See ``Mixer``: float32 states, and convolved inputs."""
+        inner = self.num_heads * self.head_dim
+        channels = inner + 2 * self.num_groups * self.state_dim
+        return FLOAT32_BYTES * inner * self.state_dim + element_bytes * channels * (
+            self.kernel_size - 1
+        )
+
+    def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
+        """See ``Mixer``; read off its modules.
+
+        The kernels keep the projection, and what they return before its gate. Our twin also keeps
+        what each operation between them needs, mostly in float32.
+        """
+        heads, key, value = self.num_heads // share.tensor, self.state_dim, self.head_dim
+        inner = share.divided(self.num_heads * value)
+        states = share.divided(2 * self.num_groups * key)
+        groups = self.num_groups // share.tensor
+        tensors: dict[str, float] = {
+            "projection": 2 * inner + states + share.element_bytes * heads,
+            "output of the scan": inner,
+            "gated output": inner,
+            "input of the output product": inner,
+        }
+        if share.is_local:
+            copies = 2 if share.element_bytes == FLOAT32_BYTES else 4
+            tensors["gated output"] = FLOAT32_BYTES * heads * value
+            tensors["SiLU of z, and the normed output"] = 2 * inner
+            tensors["convolution, before and after, and its SiLU"] = 3 * (inner + states)
+            tensors["B and C of groups"] = copies * FLOAT32_BYTES * groups * key
+            tensors["scan"] = heads * (12 * value + 16 * key + key * value / 16 + 788) + 24
+        tensors["1/rms of groups"] = FLOAT32_BYTES * groups
+        return tensors
+
+    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
+        """See ``Mixer``: its projection and output, of all tokens for a share of the heads."""
+        inner = self.num_heads * self.head_dim
+        exchanged = 3 * inner + 2 * self.num_groups * self.state_dim + self.num_heads
+        return exchanged / tensor * (context - 1) / context
