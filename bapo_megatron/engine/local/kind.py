@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 _DENSE = ("qwen2", "qwen3", "llama", "mistral", "gemma3", "gemma3_text", "olmo2")
 _EXPERTS = ("qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "minimax_m2", "gpt_oss")
 _HYBRIDS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-_HYBRIDS += ("nemotron_h",)
-MODEL_TYPES = (*_DENSE, *_EXPERTS, *_HYBRIDS)
+MODEL_TYPES = (*_DENSE, *_EXPERTS, *_HYBRIDS, "nemotron_h")
 """Models whose layers are those that ``cache`` has."""
 _LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 

@@ -30,7 +30,7 @@ from bapo_megatron.policy.mixers.delta_rule import (
 )
 
 
-class PackedMambaMixer(mamba_mixer.MambaMixer):  # type: ignore[misc]
+class PackedMambaMixer(mamba_mixer.MambaMixer):
     """Megatron's, in the place of attention."""
 
     def __init__(
@@ -46,8 +46,8 @@ class PackedMambaMixer(mamba_mixer.MambaMixer):  # type: ignore[misc]
         cu_seqlens = packed_seq_params.cu_seqlens_q
         token_N = torch.arange(sum(packed_seq_params.lengths), device=hidden.device)
         seq_idx = torch.bucketize(token_N, cu_seqlens[1:], out_int32=True, right=True)[None]
-        packed = replace(packed_seq_params, seq_idx=seq_idx)
-        return super().forward(hidden, packed_seq_params=packed)  # type: ignore[no-any-return]
+        packed: Any = replace(packed_seq_params, **{"seq_idx": seq_idx})
+        return super().forward(hidden, packed_seq_params=packed)
 
 
 def use_twins() -> None:
