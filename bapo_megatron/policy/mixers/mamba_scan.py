@@ -46,7 +46,7 @@ class PackedMambaMixer(mamba_mixer.MambaMixer):
         cu_seqlens = packed_seq_params.cu_seqlens_q
         token_N = torch.arange(sum(packed_seq_params.lengths), device=hidden.device)
         seq_idx = torch.bucketize(token_N, cu_seqlens[1:], out_int32=True, right=True)[None]
-        packed: Any = replace(packed_seq_params, **{"seq_idx": seq_idx})
+        packed: Any = replace(packed_seq_params, seq_idx=seq_idx)  # type: ignore[call-arg]
         return super().forward(hidden, packed_seq_params=packed)
 
 
