@@ -119,22 +119,29 @@ class Suite:
 
 EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 _HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
+_NO_CONTEXT = ("mistral_window", "gemma3_text", "gpt_oss")
+"""Windows and sinks have no context parallelism."""
+_OTHERS = ("olmo2", "minimax_m2", "glm4_moe_lite", "nemotron_h")
 SUITES = {
     "dense": Suite(
-        ("qwen2", "qwen3", "llama", "mistral", "olmo2", "qwen3_5_text", "qwen3_next"),
+        ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text", "qwen3_next"),
         layouts_of("one rank", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2"),
     ),
     "experts": Suite(
-        (*EXPERTS, "moonlight", "minimax_m2", "nemotron_h"),
+        (*EXPERTS, "moonlight"),
         # Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``.
         layouts_of(
             *("one rank, attention recomputed", "EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
             *("TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
         ),
     ),
-    "biased experts": Suite(
-        ("gpt_oss",),
-        layouts_of("one rank, recomputed", "TP 2, ETP 1", "TP 2 × EP 2, ETP 1", "PP 2 × VPP 2"),
+    "others": Suite((*_NO_CONTEXT, *_OTHERS), layouts_of("TP 2, ETP 1")),
+    "others in all": Suite(
+        (*_NO_CONTEXT, *_OTHERS),
+        layouts_of("one rank, recomputed", "PP 2 × VPP 2", "DP 2")
+        + layouts_of("CP 2", models=_OTHERS)
+        + layouts_of("EP 2", "TP 2 × EP 2, ETP 1", models=("gpt_oss", *_OTHERS[1:])),
+        is_exhaustive=True,
     ),
     # Around the borders of the delta rule's chunks.
     "hybrids": Suite(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -105,6 +106,10 @@ def test_every_field_of_transformers_own_configurations_is_known_here() -> None:
         known = {*description.fields.model_fields, *HARMLESS_FIELDS}
         fields = text_fields(model_class(family).config_class().to_dict())
         assert {name for name, value in fields.items() if value} - known == set(), family
+        own = getattr(transformers, description.architecture).config_class()
+        base = own.get_text_config().default_theta
+        base = base["global"] if isinstance(base, dict) else base
+        assert description.fields.default_rope_theta == base, family
 
 
 def test_a_field_that_nobody_knows_is_refused_unless_it_is_off(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ and up interleaved. Published checkpoints are MXFP4, which has to be dequantized
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -42,6 +42,7 @@ _EXPERT = tuple(
 class GptOssJson(ConfigJson):
     """The fields of config.json."""
 
+    default_rope_theta: ClassVar[float] = 150_000.0
     attention_bias: Literal[True] = True
     layer_types: list[Literal["sliding_attention", "full_attention"]]  # type: ignore[assignment]
     sliding_window: Count

@@ -4,7 +4,7 @@ Drafts for speculative decoding (``use_mtp``) are not trained; exports have them
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,7 @@ One = Annotated[float, Field(ge=1, le=1)]
 class MiniMaxM2Json(ConfigJson):
     """The fields of config.json."""
 
+    default_rope_theta: ClassVar[float] = 5_000_000.0
     head_dim: Count
     num_local_experts: Count
     num_experts_per_tok: ExpertsPerToken
