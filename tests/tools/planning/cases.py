@@ -144,7 +144,6 @@ def small_model(family: str, layers: int) -> HfConfig:
         qk_norm=family in ("qwen3", "qwen3_moe", "olmo2"),
         joint_qk_norm=family == "olmo2",
         norms_before=family != "olmo2",
-        zero_centered_norms=family == "gemma3_text",
         norms_after=family in ("gemma3_text", "olmo2"),
         activation="gelu" if family == "gemma3_text" else "silu",
         experts=experts,
