@@ -193,6 +193,7 @@ def model_class(family: str) -> Any:
         "glm4_moe": transformers.Glm4MoeForCausalLM,
         "mistral_window": transformers.MistralForCausalLM,
         "deepseek_v3": transformers.DeepseekV3ForCausalLM,
+        "kimi_k2": transformers.DeepseekV3ForCausalLM,
         "glm4_moe_lite": transformers.Glm4MoeLiteForCausalLM,
         "moonlight": transformers.DeepseekV3ForCausalLM,
         "gemma3": transformers.Gemma3ForConditionalGeneration,
