@@ -92,11 +92,9 @@ class GroupedExperts(SequentialMLP):
         )
         if linears[0].bias is None:
             return product_NO
-        biases = [linear.bias.expand(size, -1) for linear, size in zip(linears, sizes, strict=True)]
-        if weights_N1 is not None:
-            parts = zip(biases, weights_N1.split(sizes), strict=True)
-            biases = [bias * weight for bias, weight in parts]
-        return (product_NO + torch.cat(biases)).to(product_NO.dtype)
+        factors = [1.0] * len(sizes) if weights_N1 is None else weights_N1.split(sizes)
+        parts = zip(product_NO.split(sizes), linears, factors, strict=True)
+        return torch.cat([(part + lin.bias * factor).to(part.dtype) for part, lin, factor in parts])
 
 
 class _GroupedLinear(torch.autograd.Function):

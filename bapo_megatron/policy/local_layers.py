@@ -35,7 +35,6 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 
 class RMSNorm(nn.Module):
@@ -462,14 +461,8 @@ def weighted_clamped_swiglu(
 
     In place of Megatron's ``weighted_bias_quick_geglu_impl``; it keeps the input alone, too.
     """
-
-    def compute(gate_up_N2F: Tensor) -> Tensor:
-        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-        gate_NF, up_NF = gate_NF.clamp(max=limit), up_NF.clamp(-limit, limit)
-        return gate_NF * (1.702 * gate_NF).sigmoid() * (up_NF + offset)
-
     gate_up_N2F = gate_up_N2F if bias_2F is None else gate_up_N2F + bias_2F
-    inner_NF = checkpoint(compute, gate_up_N2F, use_reentrant=False, preserve_rng_state=False)
+    inner_NF: Tensor = _ClampedSwiGlu.apply(gate_up_N2F, offset, limit)
     return (inner_NF * weights_N1).to(gate_up_N2F.dtype)
 
 
@@ -492,6 +485,34 @@ class _Gated(torch.autograd.Function):
         of_gate_NF, of_up_NF = gradient_N2F.chunk(2, dim=-1)
         torch.mul(gradient_NF, ctx.activate(gate_NF), out=of_up_NF)
         ctx.of_activation(gradient_NF * up_NF, gate_NF, grad_input=of_gate_NF)
+        return gradient_N2F, None, None
+
+
+class _ClampedSwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up_N2F: Tensor, offset: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up_N2F)
+        ctx.offset, ctx.limit = offset, limit
+        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+        gate_NF = gate_NF.clamp(max=limit)
+        inner_NF = (1.702 * gate_NF).sigmoid_().mul_(gate_NF)
+        return inner_NF.mul_(up_NF.clamp(-limit, limit).add_(offset))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up_N2F,), limit = ctx.saved_tensors, ctx.limit
+        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+        gradient_N2F = torch.empty_like(gate_up_N2F)
+        of_gate_NF, of_up_NF = gradient_N2F.chunk(2, dim=-1)
+        clamped_NF = gate_NF.clamp(max=limit)
+        sigmoid_NF = (1.702 * clamped_NF).sigmoid_()
+        torch.mul(gradient_NF, sigmoid_NF * clamped_NF, out=of_up_NF)
+        of_up_NF.masked_fill_(up_NF.abs() > limit, 0)
+        # The slope σ (1 + 1.702 gate (1 − σ)).
+        slope_NF = clamped_NF.mul_(1.702).mul_(1 - sigmoid_NF).add_(1).mul_(sigmoid_NF)
+        slope_NF *= up_NF.clamp(-limit, limit).add_(ctx.offset)
+        torch.mul(gradient_NF, slope_NF, out=of_gate_NF).masked_fill_(gate_NF > limit, 0)
         return gradient_N2F, None, None
 
 

@@ -110,6 +110,7 @@ def stacked(
         stack[weight.expert] = tensor.t()
         if weight.expert == len(stack) - 1:
             yield name, stack
+            del stack  # before there is another one
 
 
 def _holders(weight: Weight, hf: HfConfig, groups: ProcessGroups) -> list[int]:

@@ -58,7 +58,7 @@ def _layer(hf: HfConfig, layer: int) -> Iterator[Weight]:
             megatron=weight.megatron.format(expert=expert),
             hf=tuple(name.format(expert=expert) for name in weight.hf),
             expert=expert,
-            loads_with_previous=weight.is_stacked and expert > 0,
+            loads_with_previous=weight.loads_with_previous or (weight.is_stacked and expert > 0),
         )
 
 

@@ -87,5 +87,6 @@ def test_checkpoints_of_transformer_engine_are_those_that_we_convert(
     places = [_stacked(part, hf) for weight in weight_table(hf) for part in _parts(weight)]
     assert actual["tensors"] == {key: list(shape) for key, shape, _ in places}
     # Loading ignores a state too many; other releases of Megatron ask for attention's.
-    written = {key for key in _empty_states(hf) if "core_attention" not in key}
-    assert sorted(written) == actual["states"]
+    states = _empty_states(hf)
+    assert {*actual["states"]} <= {*states}
+    assert all("core_attention" in key for key in {*states} - {*actual["states"]})
