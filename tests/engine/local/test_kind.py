@@ -58,8 +58,7 @@ def test_only_its_policy_is_rounded(model_dir: Path, tmp_path: Path) -> None:
     [
         {"model_type": "mamba2"},
         {"use_sliding_window": True},
-        {"model_type": "mistral", "sliding_window": 4096},
-        {"layer_types": ["full_attention", "linear_attention"]},
+        {"layer_types": ["full_attention", "chunked_attention"]},
     ],
 )
 def test_models_with_another_cache_are_refused(
