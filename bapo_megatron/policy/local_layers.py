@@ -50,10 +50,10 @@ class RMSNorm(nn.Module):
         return _rms_norm(hidden, self.weight, self.eps, self.config)
 
 
-class _DividedByHead(nn.Module):
-    """A module whose parameters tensor-parallel ranks divide by head."""
+class DividedByRank(nn.Module):
+    """A module whose parameters tensor-parallel ranks divide along their first axis."""
 
-    tensor: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
@@ -65,12 +65,12 @@ class _DividedByHead(nn.Module):
             prefix,
             dict.fromkeys(state, 0),
             sharded_offsets,
-            tp_group=self.tensor,
+            tp_group=self.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
 
 
-class JointRMSNorm(_DividedByHead):
+class JointRMSNorm(DividedByRank):
     """RMSNorm over the queries, or keys, of all heads together; also with Transformer Engine."""
 
     def __init__(
@@ -78,16 +78,16 @@ class JointRMSNorm(_DividedByHead):
     ) -> None:
         super().__init__()
         self.eps, self.config = eps, config
-        self.tensor = parallel_state.get_tensor_model_parallel_group()
-        self.weight = _weight(config, num_heads * hidden_size // self.tensor.size())
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.weight = _weight(config, num_heads * hidden_size // self.tp_group.size())
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, heads: Tensor) -> Tensor:
         """Normalise the last two dimensions, this rank's heads and their channels."""
         hidden = heads.flatten(-2)
-        if self.tensor.size() == 1:
+        if self.tp_group.size() == 1:
             return _rms_norm(hidden, self.weight, self.eps, self.config).view(heads.shape)
-        normed: Tensor = _DividedNorm.apply(hidden, self.weight, self.eps, self.tensor)
+        normed: Tensor = _DividedNorm.apply(hidden, self.weight, self.eps, self.tp_group)
         return normed.view(heads.shape)
 
 
@@ -290,7 +290,7 @@ def _rotate_pairs(tokens_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotate_packed(halves, None, (cos, sin))
 
 
-class PackedCausalAttention(_DividedByHead):
+class PackedCausalAttention(DividedByRank):
     """Causal attention within each sequence of a packed (thd) batch, with windows and sinks.
 
     The twin of TEDotProductAttention; Megatron's DotProductAttention refuses packed batches. Under
@@ -310,14 +310,14 @@ class PackedCausalAttention(_DividedByHead):
         super().__init__()
         assert pg_collection is not None
         self.scale = softmax_scale or config.kv_channels**-0.5
-        self.context, self.tensor, self.window = pg_collection.cp, pg_collection.tp, None
+        self.context, self.tp_group, self.window = pg_collection.cp, pg_collection.tp, None
         if is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         ):
             assert config.window_size is not None
             self.window = config.window_size[0] + 1
         if config.softmax_type == "learnable":
-            num_heads = config.num_attention_heads // self.tensor.size()
+            num_heads = config.num_attention_heads // self.tp_group.size()
             self.softmax_offset = _weight(config, num_heads)
 
     def forward(

@@ -1,7 +1,7 @@
 """The fields of config.json that families share; a family reads others, the rest is refused."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -169,6 +169,12 @@ def understand_common(
         output_bias="output" in biases,
         rotary_share=rotary_share,
     )
+
+
+def check_layers(name: str, kinds: Sequence[str], num_layers: int) -> None:
+    """Raise a ``ValueError`` unless the field ``name`` has an entry per layer."""
+    if len(kinds) != num_layers:
+        raise ValueError(f"'{name}' must have {num_layers} entries, got {len(kinds)}")
 
 
 def refuse_unknown(fields: ConfigJson) -> None:

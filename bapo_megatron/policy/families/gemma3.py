@@ -14,6 +14,7 @@ from bapo_megatron.policy.families.config_json import (
     ConfigJson,
     Count,
     RopeJson,
+    check_layers,
     understand_common,
 )
 from bapo_megatron.policy.families.layers import decoder_layer
@@ -78,8 +79,7 @@ def _understand(gemma: Gemma3Json) -> HfConfig:
         "sliding_attention" if (layer + 1) % gemma.sliding_window_pattern else "full_attention"
         for layer in range(common.num_layers)
     ]
-    if len(kinds) != common.num_layers:
-        raise ValueError(f"'layer_types' must have {common.num_layers} entries, got {len(kinds)}")
+    check_layers("layer_types", kinds, common.num_layers)
     return replace(
         common,
         mixers=tuple(

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bapo_megatron.policy.architecture import Family, HfConfig
+from bapo_megatron.policy.families.config_json import check_layers
 from bapo_megatron.policy.families.deepseek_v3 import DeepseekV3Json, understand_deepseek
 from bapo_megatron.policy.families.layers import decoder_layer, is_draft
 
@@ -21,10 +22,7 @@ def _understand(glm: Glm4MoeLiteJson) -> HfConfig:
     common, kinds = understand_deepseek(glm), glm.mlp_layer_types
     if kinds is None or common.experts is None:
         return common
-    if len(kinds) != common.num_layers:
-        raise ValueError(
-            f"'mlp_layer_types' must have {common.num_layers} entries, got {len(kinds)}"
-        )
+    check_layers("mlp_layer_types", kinds, common.num_layers)
     dense = frozenset(layer for layer, kind in enumerate(kinds) if kind == "dense")
     return replace(common, experts=replace(common.experts, dense_layers=dense))
 

@@ -17,7 +17,12 @@ from bapo_megatron.policy.architecture import (
     Positive,
     Weight,
 )
-from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
+from bapo_megatron.policy.families.config_json import (
+    ConfigJson,
+    Count,
+    check_layers,
+    understand_common,
+)
 from bapo_megatron.policy.families.layers import EXPERTS
 from bapo_megatron.policy.mixers.attention import Attention
 
@@ -58,10 +63,7 @@ class GptOssJson(ConfigJson):
 
 def _understand(fields: GptOssJson) -> HfConfig:
     common = understand_common(fields, optional_biases=("qkv", "output"))
-    if len(fields.layer_types) != common.num_layers:
-        raise ValueError(
-            f"'layer_types' must have {common.num_layers} entries, got {len(fields.layer_types)}"
-        )
+    check_layers("layer_types", fields.layer_types, common.num_layers)
     if fields.experts_per_token not in (None, fields.num_experts_per_tok):
         raise ValueError(
             f"'experts_per_token' must be 'num_experts_per_tok' {fields.num_experts_per_tok}, got "

@@ -9,7 +9,12 @@ from functools import partial
 from typing import Any, Literal
 
 from bapo_megatron.policy.architecture import Family, HfConfig, Weight
-from bapo_megatron.policy.families.config_json import ConfigJson, Count, understand_common
+from bapo_megatron.policy.families.config_json import (
+    ConfigJson,
+    Count,
+    check_layers,
+    understand_common,
+)
 from bapo_megatron.policy.families.layers import decoder_layer
 from bapo_megatron.policy.mixers.attention import Attention
 from bapo_megatron.policy.mixers.delta_net import DeltaNet, delta_input
@@ -68,8 +73,7 @@ def understand_hybrid(hybrid: HybridJson, delta_input: Weight = DELTA_INPUT) -> 
         "linear_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(num_layers)
     ]
-    if len(kinds) != num_layers:
-        raise ValueError(f"'layer_types' must have {num_layers} entries, got {len(kinds)}")
+    check_layers("layer_types", kinds, num_layers)
     if hybrid.linear_num_value_heads % hybrid.linear_num_key_heads:
         raise ValueError(
             "'linear_num_value_heads' must be a multiple of 'linear_num_key_heads' "

@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from bapo_megatron.policy.local_layers import PackedSequences
+from bapo_megatron.policy.local_layers import DividedByRank, PackedSequences
 from bapo_megatron.policy.mixers.delta_rule import (
     causal_conv1d,
     chunk_places,
@@ -61,7 +60,7 @@ def use_twins() -> None:
     mamba_context_parallel.is_te_min_version = lambda *_: True
 
 
-class GroupedRMSNorm(nn.Module):
+class GroupedRMSNorm(DividedByRank):
     """RMSNorm of each group of channels, in place of Megatron's ``ExtendedRMSNorm``."""
 
     def __init__(
@@ -77,19 +76,6 @@ class GroupedRMSNorm(nn.Module):
             hidden.unflatten(-1, (-1, self.group_size)), (self.group_size,), None, self.eps
         )
         return groups.flatten(-2) * self.weight
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Describe the weight, which tensor-parallel ranks divide, for Megatron's checkpoints."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {})["dp_cp_group"],
-        )
 
 
 def mamba_split_conv1d_scan_combined(
