@@ -131,12 +131,12 @@ def test_what_docs_study_says_of_tier_d_is_what_its_shards_say():
 
 
 def test_the_language_model_s_contrasts_are_those_of_its_runs():
-    accuracy = json.loads((DOCS / "tier_d" / "language_model.json").read_text())["accuracy"]
+    right = json.loads((DOCS / "tier_d" / "language_model.json").read_text())["right_of_300"]
     text = (DOCS / "tier_d.md").read_text().partition("\n## A language model\n")[2]
     contrasts, rows = {}, []
     for arm in ("reinforce-centered", "truncated-centered", "corner"):
         for other in ("bapo", "grpo"):
-            points = 100 * (np.array(accuracy[arm]) - np.array(accuracy[other]))
+            points = (np.array(right[arm]) - np.array(right[other])) / 3
             error = points.std(ddof=1) / 3**0.5
             p_value = 2 * float(special.stdtr(2, -abs(points.mean()) / error))
             contrasts[arm, other] = (points.mean(), *student_interval(points), p_value)
