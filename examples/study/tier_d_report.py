@@ -37,6 +37,8 @@ CONTRASTS = (
     ("bapo", "grpo"),
     ("bapo", "yoked"),
 )
+LANGUAGE = "language_model.json"
+LANGUAGE_ARMS = ("reinforce-centered", "truncated-centered", "corner")
 
 
 class Results:
@@ -47,6 +49,11 @@ class Results:
         plan = self.manifest["plan"]
         self.arms: list[str] = plan["arms"]
         self.conditions: list[Condition] = [(bits, lag) for bits, lag in plan["conditions"]]
+        file = directory / LANGUAGE
+        self.right: dict[str, list[int]] = (
+            json.loads(file.read_text())["right_of_300"] if file.exists() else {}
+        )
+        """Right answers of the language model's runs, by arm and seed."""
         self._shape = (len(plan["tasks"]), len(plan["seeds"]))
         self._rows: dict[tuple[str, Condition], list[dict[str, Any]]] = {}
         for row in read_shards(directory / "report"):
@@ -104,6 +111,20 @@ def contrast_lines(results: Results) -> list[str]:
             f"{effect.low:+.3f} … {effect.high:+.3f} | {effect.p_value:.2g} | {p_value:.2g} | "
             f"{'yes' if low > -MARGIN and high < MARGIN else 'no'} |"
         )
+    return lines
+
+
+def language_lines(results: Results) -> list[str]:
+    """The six registered contrasts of the language model's runs, in points."""
+    cases = [(arm, other) for arm in LANGUAGE_ARMS for other in ("bapo", "grpo")]
+    points = [(np.array(results.right[a]) - np.array(results.right[b])) / 3 for a, b in cases]
+    effects = [difference_over_seeds(points_S, 100.0) for points_S in points]
+    corrected = holm([effect.p_value for effect in effects])
+    lines = ["| contrast | points | 95 % interval | corrected p |", "|---" * 4 + "|"]
+    for (arm, other), effect, p_value in zip(cases, effects, corrected, strict=True):
+        numbers = f"{effect.difference:+.1f} | {effect.low:+.1f} … {effect.high:+.1f}"
+        numbers = numbers.replace("-", "−")
+        lines.append(f"| {arm} − {other.upper()} | {numbers} | {p_value:.2g} |")
     return lines
 
 
@@ -170,6 +191,8 @@ def tables(results: Results) -> str:
         "",
         *final_lines(results),
     ]
+    if results.right:
+        lines += ["", "## The language model", "", *language_lines(results)]
     for condition in results.conditions:
         lines += ["", f"## What the runs did: {_title(condition)}", ""]
         lines += behaviour_lines(results, condition)
