@@ -19,6 +19,7 @@ from tests.policy.convert_models import assert_same, copy_with, error_of, run_co
 from tests.policy.tiny_models import Models, set_config_field
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
 def test_a_model_with_weights_of_several_dtypes_needs_a_choice(
@@ -36,7 +37,7 @@ def test_a_model_with_weights_of_several_dtypes_needs_a_choice(
     ("fields", "message"),
     [
         ({"intermediate_size": 64}, f"{FC1} is [4, 96, 32], config.json asks for [4, 128, 32]"),
-        ({"num_hidden_layers": 3}, f"{FC1} is [4, 96, 32], config.json asks for [3, 96, 32]"),
+        ({"num_hidden_layers": 3}, f"{QKV} is [4, 64, 32], config.json asks for [3, 64, 32]"),
         (
             {"model_type": "llama", "architectures": None},
             "unexpected decoder.layers.self_attention.linear_qkv.bias",

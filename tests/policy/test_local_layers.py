@@ -12,9 +12,11 @@ from bapo_megatron.policy.local_layers import PackedCausalAttention, PackedSeque
 
 
 def test_attention_takes_lengths_from_the_host_and_ends_at_each_sequence() -> None:
-    groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    config: Any = SimpleNamespace(kv_channels=8)
-    attention = PackedCausalAttention(config, pg_collection=groups)
+    groups: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1), tp=None)
+    config: Any = SimpleNamespace(
+        kv_channels=8, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
+    attention = PackedCausalAttention(config, 1, pg_collection=groups)
     # Reading it raises, as reading from a GPU would wait for it.
     unread = torch.empty(3, dtype=torch.int32, device="meta")
     packed = PackedSequences(cu_seqlens_q=unread, cu_seqlens_kv=unread, lengths=[2, 3])

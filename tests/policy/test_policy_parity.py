@@ -43,7 +43,7 @@ def test_gradients_that_layers_add_up_themselves_are_those_of_transformers(
     for rank in (one_rank, *two_ranks):
         products = rank["accumulated"][family]["products"]
         # Two micro-batches through two layers of four products each, and the output layer.
-        has_experts = family.endswith(("_moe", "_next", "_v3", "_h"))
+        has_experts = family.endswith(("_moe", "_next", "_v3", "_h", "_m2"))
         assert products > 18 if has_experts else products == 18
     expected = Oracle.of(family, models[family]).gradients(make_problems())
     for rank_zero in (one_rank, two_ranks[0]):

@@ -297,6 +297,7 @@ def _config(family: str, changes: dict[str, Any]) -> Any:
     traits["moonlight"] = traits["deepseek_v3"] | MOONLIGHT
     traits["glm4_moe_lite"] = traits["deepseek_v3"] | {
         "n_group": 1,
+        "rms_norm_eps": 1e-6,  # which transformers fixes for the norms of latents
         "rope_parameters": MOONLIGHT["rope_parameters"],
     }
     traits["mistral_window"] = traits["mistral"] | {"sliding_window": 4}
