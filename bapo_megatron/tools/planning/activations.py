@@ -59,8 +59,9 @@ def layer_tensors(case: Scenario, recompute: Recompute, mixer: Mixer) -> dict[st
     hf, mlp = case.hf, mlp_bytes(case)
     has_mlp = not (hf.has_single_blocks and mixer.is_mixing)
     blocks = mixer.is_mixing + has_mlp
+    inputs = case.share.norm(hf.hidden_size) if hf.norms_before else case.hidden_bytes
     tensors = {
-        "norms and inputs of the two products": blocks * case.share.norm(hf.hidden_size),
+        "norms and inputs of the two products": blocks * inputs,
         **mixer.saved(case.share, is_recomputed=recompute == "selective"),
     }
     if has_mlp:
