@@ -18,10 +18,8 @@ from bapo_megatron.runtime.files import read_regular
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAME = "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
-_DOWN, _EXPERT_TARGETS = (
-    ("down_proj", "w2"),
-    ("gate_proj", "up_proj", "down_proj", "w1", "w3", "w2"),
-)
+_DOWN = ("down_proj", "w2")
+_EXPERT_TARGETS = ("gate_proj", "up_proj", "w1", "w3", *_DOWN)
 _GATE_UP = "gate_up_proj"
 """What transformers calls the two tensors of gates and up projections that PEFT adapts as one."""
 _MERGE = "save the merged model (PEFT's merge_and_unload) and train from it, or choose another one"

@@ -215,8 +215,9 @@ def find_tensors(hf: HfConfig, model_dir: Path) -> tuple[dict[str, Path], dict[s
             with safe_open(path, framework="pt") as reader:
                 for name in reader.keys():  # noqa: SIM118 - not a dict
                     stored = reader.get_slice(name)
-                    whole = [(name, stored.get_shape())]
-                    for part, shape in whole if name in expected else _per_expert(*whole[0]):
+                    whole = {name: stored.get_shape()}
+                    parts = whole if name in expected else dict(_per_expert(name, whole[name]))
+                    for part, shape in parts.items():
                         files[part], shapes[part] = path, shape
                         kinds[part] = stored.get_dtype()
         except (SafetensorError, OSError) as error:

@@ -67,8 +67,9 @@ def _layer(hf: HfConfig, config: TransformerConfig, number: int) -> ModuleSpec:
         normalization=config.normalization,
         **mixer.spec_options(hf),
     )
-    mixer.put_into(layer, hf, is_fused=False)
     submodules = layer.submodules
+    submodules.input_layernorm = IdentityOp  # fused into the linear, unless the mixer puts one
+    mixer.put_into(layer, hf, is_fused=False)
     if hf.has_experts(number):
         submodules.pre_mlp_layernorm = RMSNorm  # router, experts and shared experts share it
         linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -388,15 +388,7 @@ class PackedCausalAttention(DividedByRank):
             keys, values = F.pad(keys, (0, 0, 0, 0, 0, 1)), F.pad(values, (0, 0, 0, 0, 0, 1))
             sinks_HB1 = sinks_H[:, None, None].expand(-1, len(query), 1).to(mask.dtype)
             mask = torch.cat((mask_BK.expand(len(sinks_H), -1, -1), sinks_HB1), dim=-1)
-        output_HBD = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            attn_mask=mask[None],
-            scale=self.scale,
-            enable_gqa=True,
-        )[0]
-        return output_HBD.transpose(0, 1)
+        return self._product(query, keys, values, mask[None])
 
     def _causal(self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor) -> Tensor:
         """Let the last query see every key, and each one before it one key less."""
@@ -409,6 +401,12 @@ class PackedCausalAttention(DividedByRank):
 
             # On a GPU it never becomes a mask, whose size is quadratic in the length.
             bias = causal_lower_right(num_queries, num_keys)
+        return self._product(query_SHD, key_SGD, value_SGD, bias)
+
+    def _product(
+        self, query_SHD: Tensor, key_SGD: Tensor, value_SGD: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """Attend with what is added to the scores; None: causally."""
         output_HSD = F.scaled_dot_product_attention(
             query_SHD.transpose(0, 1)[None],
             key_SGD.transpose(0, 1)[None],

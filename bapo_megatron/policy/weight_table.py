@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -36,8 +36,8 @@ def weight_table(hf: HfConfig) -> tuple[Weight, ...]:
 def hf_names(weight: Weight, hf: HfConfig) -> tuple[str, ...]:
     """Return the names of a weight as the model has them."""
     names = weight.hf
-    for usual, own in (*hf.tensor_names, ("model.", f"{hf.tensor_prefix}.")):
-        names = tuple(name.replace(usual, own, 1) for name in names)
+    for usual, name_here in (*hf.tensor_names, ("model.", f"{hf.tensor_prefix}.")):
+        names = tuple(name.replace(usual, name_here, 1) for name in names)
     return names
 
 
@@ -49,9 +49,10 @@ def layer_weights(hf: HfConfig, layer: int) -> LayerWeights:
 def _layer(hf: HfConfig, layer: int) -> Iterator[Weight]:
     weights = layer_weights(hf, layer)
     yield from weights.shared
-    pairs = list(product(range(hf.experts.num if hf.experts else 0), weights.expert))
+    experts = range(hf.experts.num if hf.experts else 0)
+    pairs: Iterable[tuple[int, Weight]] = product(experts, weights.expert)
     if any(weight.is_stacked for weight in weights.expert):  # tensor by tensor
-        pairs.sort(key=lambda pair: weights.expert.index(pair[1]))
+        pairs = ((expert, weight) for weight, expert in product(weights.expert, experts))
     for expert, weight in pairs:
         yield replace(
             weight,

@@ -101,13 +101,10 @@ class Attention(Mixer):
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
         """See ``Mixer``."""
-        from megatron.core.transformer.identity_op import IdentityOp
-
         from bapo_megatron.policy import local_layers
 
         attention = layer.submodules.self_attention.submodules
         if not is_fused:
-            layer.submodules.input_layernorm = IdentityOp  # fused into the linear
             attention.linear_qkv = local_layers.NormColumnParallelLinear
             attention.core_attention = local_layers.PackedCausalAttention
             if hf.qk_norm:
@@ -155,10 +152,6 @@ class Attention(Mixer):
                 tensors["attention's output, by sequence"] = query
             tensors["log-sums of attention"] = FLOAT32_BYTES * (hf.num_heads // share.tensor)
         return tensors
-
-    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
-        """See ``Mixer``: one ring pass of keys and values."""
-        return 2 * hf.num_kv_heads * hf.head_dim // tensor * (context - 1)
 
 
 def _head_norms(share: Share) -> float:

@@ -105,9 +105,63 @@ class Mixer(ABC):
         ``is_recomputed``: with ``megatron.recompute: selective``.
         """
 
-    @abstractmethod
     def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
-        """Return the channels of a token that a context-parallel rank sends in a forward pass."""
+        """Return the channels of a token that a context-parallel rank sends in a forward pass.
+
+        Here those of one ring pass of keys and values, the latter as wide as keys.
+        """
+        return 2 * hf.num_kv_heads * hf.head_dim // tensor * (context - 1)
+
+
+class Recurrence(Mixer):
+    """A mixer with a state of a fixed size, after a causal convolution.
+
+    Context-parallel ranks exchange tokens for heads, and back.
+    """
+
+    stacks = False
+    kernel_size: int
+    """Tokens that the convolution sees."""
+
+    @property
+    @abstractmethod
+    def divided(self) -> tuple[int, str]:
+        """How many of what tensor- and context-parallel ranks divide."""
+
+    @property
+    @abstractmethod
+    def state_size(self) -> int:
+        """Numbers in a sequence's state."""
+
+    @property
+    @abstractmethod
+    def convolved_channels(self) -> int:
+        """Channels of the convolution."""
+
+    @property
+    @abstractmethod
+    def exchanged_channels(self) -> int:
+        """Channels of a token that ranks exchange: of the projection and of the output."""
+
+    def layout_error(self, parallel: "ParallelConfig") -> str | None:
+        """See ``Mixer``."""
+        (count, what), tensor, context = self.divided, parallel.tensor, parallel.context
+        if count % (tensor * context) == 0:
+            return None
+        key, value = ("context", context) if count % tensor == 0 else ("tensor", tensor)
+        return (
+            f"parallel.{key}: tensor × context must divide the {count} {what} of the model's "
+            f"{self.title}, got {value} with tensor × context = {tensor * context}; lower it"
+        )
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """See ``Mixer``: float32 states, and convolved inputs."""
+        inputs = self.convolved_channels * (self.kernel_size - 1)
+        return FLOAT32_BYTES * self.state_size + element_bytes * inputs
+
+    def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
+        """See ``Mixer``: all tokens for a share of the heads."""
+        return self.exchanged_channels / tensor * (context - 1) / context
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.architecture import HfConfig, Weight
-from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
@@ -47,7 +46,7 @@ _WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class DeltaNet(Mixer):
+class DeltaNet(Recurrence):
     """A recurrent state [key_head_dim, value_head_dim] per value head."""
 
     num_key_heads: int
@@ -63,7 +62,6 @@ class DeltaNet(Mixer):
 
     title = "gated delta nets"
     needs_sequence_parallel = True
-    stacks = False
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
         """See ``Mixer``."""
@@ -81,18 +79,27 @@ class DeltaNet(Mixer):
             "one": 1,  # the convolution is over each channel alone
         }
 
-    def layout_error(self, parallel: ParallelConfig) -> str | None:
-        """See ``Mixer``."""
-        tensor, context = parallel.tensor, parallel.context
-        if self.num_key_heads % (tensor * context) == 0:
-            return None
-        is_context = self.num_key_heads % tensor == 0
-        key, value = ("context", context) if is_context else ("tensor", tensor)
-        return (
-            f"parallel.{key}: tensor × context must divide the {self.num_key_heads} key heads of "
-            f"the model's gated delta nets, got {value} with tensor × context = {tensor * context};"
-            " lower it"
-        )
+    @property
+    def divided(self) -> tuple[int, str]:
+        """See ``Recurrence``."""
+        return self.num_key_heads, "key heads"
+
+    @property
+    def state_size(self) -> int:
+        """See ``Recurrence``."""
+        return self.num_value_heads * self.key_head_dim * self.value_head_dim
+
+    @property
+    def convolved_channels(self) -> int:
+        """See ``Recurrence``."""
+        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads
+        return 2 * keys + values * self.value_head_dim
+
+    @property
+    def exchanged_channels(self) -> int:
+        """See ``Recurrence``; two more of the values' channels are of their gate and the output."""
+        inner = self.num_value_heads * self.value_head_dim
+        return self.convolved_channels + 2 * inner + 2 * self.num_value_heads
 
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
         """See ``Mixer``."""
@@ -111,7 +118,6 @@ class DeltaNet(Mixer):
         from megatron.core.extensions import transformer_engine as te
         from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNetSubmodules
         from megatron.core.tensor_parallel.layers import RowParallelLinear
-        from megatron.core.transformer.identity_op import IdentityOp
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from bapo_megatron.policy import local_layers
@@ -126,7 +132,6 @@ class DeltaNet(Mixer):
             modules = te.TELayerNormColumnParallelLinear, te.TENorm, te.TERowParallelLinear
         else:
             use_twins()
-            layer.submodules.input_layernorm = IdentityOp  # fused into the linear
             linear, norm = local_layers.NormColumnParallelLinear, local_layers.RMSNorm
             modules = linear, norm, RowParallelLinear
         in_proj, norm, out_proj = modules
@@ -142,14 +147,7 @@ class DeltaNet(Mixer):
 
     def flops(self, hf: HfConfig) -> tuple[int, int]:
         """See ``Mixer``; it reads its state twice and writes it once for each token."""
-        return 6 * self.num_value_heads * self.key_head_dim * self.value_head_dim, 0
-
-    def state_bytes(self, element_bytes: int) -> int:
-        """See ``Mixer``: float32 states, and convolved inputs."""
-        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads
-        states = FLOAT32_BYTES * values * self.key_head_dim * self.value_head_dim
-        channels = 2 * keys + values * self.value_head_dim
-        return states + element_bytes * channels * (self.kernel_size - 1)
+        return 6 * self.state_size, 0
 
     def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
         """See ``Mixer``; read off its modules.
@@ -177,10 +175,3 @@ class DeltaNet(Mixer):
         else:
             tensors["rule"] = heads * (64 * share.element_bytes + 2 * FLOAT32_BYTES)
         return tensors
-
-    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
-        """See ``Mixer``: its projection and output, of all tokens for a share of the heads."""
-        keys = self.num_key_heads * self.key_head_dim
-        values = self.num_value_heads * self.value_head_dim
-        exchanged = (2 * keys + 3 * values + 2 * self.num_value_heads) / tensor
-        return exchanged * (context - 1) / context

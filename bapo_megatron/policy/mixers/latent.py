@@ -143,7 +143,3 @@ class LatentAttention(Mixer):
             tensors["attention's output, by sequence"] = query  # as wide as keys
             tensors["log-sums of attention"] = FLOAT32_BYTES * (heads // share.tensor)
         return tensors
-
-    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
-        """See ``Mixer``: one ring pass of keys, and of values padded to their width."""
-        return 2 * hf.num_kv_heads * hf.head_dim // tensor * (context - 1)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.architecture import HfConfig, Weight
-from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share
 
 _SECTIONS = ("z", "x", "B", "C", "dt")
 _CONVOLVED = "mamba_inner+mamba_states+mamba_states"
@@ -42,7 +41,7 @@ _WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Mamba(Mixer):
+class Mamba(Recurrence):
     """A recurrent state [state_dim, head_dim] per head."""
 
     num_heads: int
@@ -54,7 +53,6 @@ class Mamba(Mixer):
     """Tokens that the causal convolution over x, B and C sees."""
 
     title = "Mamba-2 layers"
-    stacks = False
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
         """See ``Mixer``."""
@@ -70,19 +68,25 @@ class Mamba(Mixer):
             "one": 1,  # the convolution is over each channel alone
         }
 
-    def layout_error(self, parallel: ParallelConfig) -> str | None:
-        """See ``Mixer``."""
-        for key, size in (
-            ("tensor", parallel.tensor),
-            ("context", parallel.tensor * parallel.context),
-        ):
-            if self.num_groups % size:
-                return (
-                    f"parallel.{key}: tensor × context must divide the {self.num_groups} groups of "
-                    f"the model's Mamba-2 layers, got {getattr(parallel, key)} with tensor × "
-                    f"context = {parallel.tensor * parallel.context}; lower it"
-                )
-        return None
+    @property
+    def divided(self) -> tuple[int, str]:
+        """See ``Recurrence``."""
+        return self.num_groups, "groups"
+
+    @property
+    def state_size(self) -> int:
+        """See ``Recurrence``."""
+        return self.num_heads * self.head_dim * self.state_dim
+
+    @property
+    def convolved_channels(self) -> int:
+        """See ``Recurrence``."""
+        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
+
+    @property
+    def exchanged_channels(self) -> int:
+        """See ``Recurrence``; two more of the heads' channels are of their gate and the output."""
+        return self.convolved_channels + 2 * self.num_heads * self.head_dim + self.num_heads
 
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
         """See ``Mixer``."""
@@ -98,7 +102,6 @@ class Mamba(Mixer):
         from megatron.core.extensions import transformer_engine as te
         from megatron.core.ssm import mamba_mixer
         from megatron.core.tensor_parallel.layers import RowParallelLinear
-        from megatron.core.transformer.identity_op import IdentityOp
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from bapo_megatron.policy.local_layers import NormColumnParallelLinear
@@ -113,7 +116,6 @@ class Mamba(Mixer):
             linears = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear
         else:
             use_twins()
-            layer.submodules.input_layernorm = IdentityOp  # fused into the linear
             linears = NormColumnParallelLinear, RowParallelLinear
         layer.submodules.self_attention = ModuleSpec(
             PackedMambaMixer,
@@ -123,15 +125,7 @@ class Mamba(Mixer):
 
     def flops(self, hf: HfConfig) -> tuple[int, int]:
         """See ``Mixer``; it reads and writes its state once for each token."""
-        return 4 * self.num_heads * self.head_dim * self.state_dim, 0
-
-    def state_bytes(self, element_bytes: int) -> int:
-        """See ``Mixer``: float32 states, and convolved inputs."""
-        inner = self.num_heads * self.head_dim
-        channels = inner + 2 * self.num_groups * self.state_dim
-        return FLOAT32_BYTES * inner * self.state_dim + element_bytes * channels * (
-            self.kernel_size - 1
-        )
+        return 4 * self.state_size, 0
 
     def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
         """See ``Mixer``; read off its modules.
@@ -158,9 +152,3 @@ class Mamba(Mixer):
             tensors["scan"] = heads * (12 * value + 16 * key + key * value / 16 + 788) + 24
         tensors["1/rms of groups"] = FLOAT32_BYTES * groups
         return tensors
-
-    def context_channels(self, hf: HfConfig, tensor: int, context: int) -> float:
-        """See ``Mixer``: its projection and output, of all tokens for a share of the heads."""
-        inner = self.num_heads * self.head_dim
-        exchanged = 3 * inner + 2 * self.num_groups * self.state_dim + self.num_heads
-        return exchanged / tensor * (context - 1) / context

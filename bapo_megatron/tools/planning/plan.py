@@ -410,7 +410,7 @@ def _candidates(
     config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
 ) -> Iterator[tuple[RunConfig, PlanOptions]]:
     """Yield configurations with a division and a layout each, the preferred ones first."""
-    has_delta_nets = bool(targets_of(hf, LoraConfig(rank=1), "sections"))
+    has_recurrences = bool(targets_of(hf, LoraConfig(rank=1), "sections"))
     for saving, division in product(_SAVINGS, _divisions(gpus, options.node_gpus)):
         trainer_gpus, server_gpus, rollout = division
         divided = with_values(with_values(config, **saving), rollout=rollout)
@@ -425,7 +425,7 @@ def _candidates(
         server = {"tensor": tensor, "count": server_gpus // tensor}
         divided = with_values(divided, rollout={"server": server})
         for estimate in _simplest_first(plan.layouts):
-            if divided.model.lora.rank and has_delta_nets and estimate.layout.tensor > 1:
+            if divided.model.lora.rank and has_recurrences and estimate.layout.tensor > 1:
                 continue  # see check_targets
             divisor = _TOKENS_MULTIPLE * estimate.layout.context
             multiples = -(-config.train.max_tokens_per_micro_batch // divisor)
