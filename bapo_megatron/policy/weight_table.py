@@ -28,22 +28,29 @@ OUTPUT = Weight("output_layer.weight", ("lm_head.weight",), ("vocab hidden",), 0
 @functools.cache
 def weight_table(hf: HfConfig) -> tuple[Weight, ...]:
     """Return every parameter and buffer of the model, in the order of the layers."""
-    layers = (_in_layer(w, layer) for layer in range(hf.num_layers) for w in _layer(hf, layer))
-    model = (replace(w, hf=hf_names(w, hf)) for w in (EMBEDDING, *layers, FINAL_NORM))
-    return (*model, *(() if hf.tied_embeddings else (OUTPUT,)))
+    layers = (_in_layer(w, hf, layer) for layer in range(hf.num_layers) for w in _layer(hf, layer))
+    first, last = (replace(w, hf=hf_names(w, hf)) for w in (EMBEDDING, FINAL_NORM))
+    return (first, *layers, last, *(() if hf.tied_embeddings else (OUTPUT,)))
 
 
 def hf_names(weight: Weight, hf: HfConfig) -> tuple[str, ...]:
-    """Return the names of a weight as the model has them."""
+    """Return the names of a weight outside the layers as the model has them."""
+    names = _renamed(weight, hf).hf
+    return tuple(name.replace("model.", f"{hf.tensor_prefix}.", 1) for name in names)
+
+
+def _renamed(weight: Weight, hf: HfConfig) -> Weight:
     names = weight.hf
-    for usual, name_here in (*hf.tensor_names, ("model.", f"{hf.tensor_prefix}.")):
-        names = tuple(name.replace(usual, name_here, 1) for name in names)
-    return names
+    for usual, of_model in hf.tensor_names:
+        names = tuple(name.replace(usual, of_model, 1) for name in names)
+    return replace(weight, hf=names)
 
 
 def layer_weights(hf: HfConfig, layer: int) -> LayerWeights:
     """Return the weights of a layer under names that lack it."""
-    return FAMILIES[hf.model_type].layer(hf, layer)
+    weights = FAMILIES[hf.model_type].layer(hf, layer)
+    parts = (weights.shared, weights.expert)
+    return LayerWeights(*(tuple(_renamed(w, hf) for w in part) for part in parts))
 
 
 def _layer(hf: HfConfig, layer: int) -> Iterator[Weight]:
@@ -63,11 +70,11 @@ def _layer(hf: HfConfig, layer: int) -> Iterator[Weight]:
         )
 
 
-def _in_layer(weight: Weight, layer: int) -> Weight:
+def _in_layer(weight: Weight, hf: HfConfig, layer: int) -> Weight:
     return replace(
         weight,
         megatron=f"decoder.layers.{layer}.{weight.megatron}",
-        hf=tuple(f"model.layers.{layer}.{name}" for name in weight.hf),
+        hf=tuple(f"{hf.tensor_prefix}.layers.{layer}.{name}" for name in weight.hf),
         layer=layer,
     )
 

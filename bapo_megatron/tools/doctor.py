@@ -100,8 +100,9 @@ def supported_models() -> list[SupportedModel]:
         ]
         title = TITLES[model_type].rstrip(".")
         engines = "SGLang, local" if model_type in sampled else "SGLang"
-        row = family.architecture, model_type, title, "; ".join(only), engines
-        models.append(SupportedModel(*row))
+        models.append(
+            SupportedModel(family.architecture, model_type, title, "; ".join(only), engines)
+        )
     return models
 
 

@@ -159,9 +159,9 @@ def test_code_beside_a_tokenizer_that_transformers_does_not_know_is_not_run(
     )
     (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit('it ran')")
     path = tmp_path / "tokenizer_config.json"
-    own = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.Kimi", None]}}
-    own["tokenizer_class"] = "Kimi"
-    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    auto_map = {"AutoTokenizer": ["tokenization_kimi.Kimi", None]}
+    fields = {"auto_map": auto_map, "tokenizer_class": "Kimi"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     assert load_tokenizer(tmp_path)("1+1")["input_ids"]
 
 

@@ -243,3 +243,9 @@ def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     except (ValueError, OSError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def export(model: Path, target: Path) -> None:
+    """Write the model as a Hugging Face directory, on one rank."""
+    with joined() as groups:
+        build(model, groups).model.export_hf(target)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from tests.distributed_launch import joined, run_ranks
+from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import assert_same, run_convert, weights
 from tests.policy.layouts import by_rank, check_logits, layouts_of, run_layouts
 from tests.policy.oracle import Gradients, Oracle
-from tests.policy.parity_ranks import build
+from tests.policy.parity_ranks import export
 from tests.policy.tiny_models import load_reference, make_gemma_vision_model, make_problems
 from tests.tools.planning.cases import MODELS, published
 
@@ -54,11 +54,6 @@ def test_what_is_not_supported_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(fields | changes))
     with pytest.raises(ValueError, match=message):
         read_hf_config_file(tmp_path / "config.json")
-
-
-def export(model: Path, target: Path) -> None:
-    with joined() as groups:
-        build(model, groups).model.export_hf(target)
 
 
 @pytest.mark.distributed

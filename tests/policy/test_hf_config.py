@@ -106,8 +106,8 @@ def test_every_field_of_transformers_own_configurations_is_known_here() -> None:
         known = {*description.fields.model_fields, *HARMLESS_FIELDS}
         fields = text_fields(model_class(family).config_class().to_dict())
         assert {name for name, value in fields.items() if value} - known == set(), family
-        own = getattr(transformers, description.architecture).config_class()
-        base = own.get_text_config().default_theta
+        config = getattr(transformers, description.architecture).config_class()
+        base = config.get_text_config().default_theta
         base = base["global"] if isinstance(base, dict) else base
         assert description.fields.default_rope_theta == base, family
 

@@ -13,11 +13,11 @@ from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.hf_config import check_division, read_hf_config_file
 from bapo_megatron.policy.hf_weights import find_tensors, reading_shards
 from bapo_megatron.policy.weight_table import weight_table
-from tests.distributed_launch import joined, run_ranks
+from tests.distributed_launch import run_ranks
 from tests.policy.convert_models import assert_same, copy_with, run_convert, weights
 from tests.policy.layouts import SUITES, by_rank, check_logits, layouts_of, run_layouts
 from tests.policy.oracle import Gradients, Oracle
-from tests.policy.parity_ranks import build
+from tests.policy.parity_ranks import export
 from tests.policy.tiny_models import (
     Models,
     load_reference,
@@ -51,11 +51,6 @@ def test_layouts_that_do_not_fit_delta_nets_are_refused(
     hf = read_hf_config_file(deep_models["qwen3_5_text"] / "config.json")
     with pytest.raises(ConfigError, match=message):
         check_division(hf, ParallelConfig(**parallel))
-
-
-def export(model: Path, target: Path) -> None:
-    with joined() as groups:
-        build(model, groups).model.export_hf(target)
 
 
 def test_the_language_model_of_a_vision_model_trains_and_the_rest_is_exported_as_it_was(

@@ -171,6 +171,11 @@ def understand_common(
     )
 
 
+def alternating(often: str, every: str, interval: int, num_layers: int) -> list[str]:
+    """Return a kind per layer: each ``interval``-th is ``every``, the others are ``often``."""
+    return [often if (layer + 1) % interval else every for layer in range(num_layers)]
+
+
 def check_layers(name: str, kinds: Sequence[str], num_layers: int) -> None:
     """Raise a ``ValueError`` unless the field ``name`` has an entry per layer."""
     if len(kinds) != num_layers:

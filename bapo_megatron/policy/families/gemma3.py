@@ -14,6 +14,7 @@ from bapo_megatron.policy.families.config_json import (
     ConfigJson,
     Count,
     RopeJson,
+    alternating,
     check_layers,
     understand_common,
 )
@@ -75,10 +76,9 @@ def _understand(gemma: Gemma3Json) -> HfConfig:
             "layers with a window must have rope_type default and one base, got "
             f"{local.rope_type} and {local_thetas}"
         )
-    kinds = gemma.layer_types or [
-        "sliding_attention" if (layer + 1) % gemma.sliding_window_pattern else "full_attention"
-        for layer in range(common.num_layers)
-    ]
+    kinds = gemma.layer_types or alternating(
+        "sliding_attention", "full_attention", gemma.sliding_window_pattern, common.num_layers
+    )
     check_layers("layer_types", kinds, common.num_layers)
     return replace(
         common,

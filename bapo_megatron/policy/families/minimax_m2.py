@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from bapo_megatron.policy.architecture import Experts, Family, HfConfig, LayerWeights, Weight
+from bapo_megatron.policy.architecture import Experts, Family, HfConfig
 from bapo_megatron.policy.families.config_json import (
     ConfigJson,
     Count,
@@ -17,16 +17,13 @@ from bapo_megatron.policy.families.config_json import (
 )
 from bapo_megatron.policy.families.layers import decoder_layer, is_draft
 
-_NAMES = {
-    "mlp.": "block_sparse_moe.",
-    "gate.e_score": "e_score",
-    "gate_proj": "w1",
-    "up_proj": "w3",
-    "down_proj": "w2",
-}
-"""Parts of names that differ from those of other models."""
-
-
+_NAMES = (
+    ("mlp.", "block_sparse_moe."),
+    ("gate.e_score", "e_score"),
+    ("gate_proj", "w1"),
+    ("up_proj", "w3"),
+    ("down_proj", "w2"),
+)
 One = Annotated[float, Field(ge=1, le=1)]
 
 
@@ -68,21 +65,11 @@ def _understand(minimax: MiniMaxM2Json) -> HfConfig:
     )
     share = minimax.rotary_dim / minimax.head_dim
     common = understand_common(minimax, qk_norm=True, rotary_share=share)
-    return replace(common, joint_qk_norm=True, experts=experts)
-
-
-def _layer(hf: HfConfig, layer: int) -> LayerWeights:
-    weights = decoder_layer(hf, layer)
-    return LayerWeights(*(tuple(map(_renamed, part)) for part in (weights.shared, weights.expert)))
-
-
-def _renamed(weight: Weight) -> Weight:
-    names = " ".join(weight.hf)
-    for usual, name in _NAMES.items():
-        names = names.replace(usual, name)
-    return replace(weight, hf=tuple(names.split()))
+    return replace(common, joint_qk_norm=True, experts=experts, tensor_names=_NAMES)
 
 
 FAMILIES = (
-    Family("minimax_m2", "MiniMaxM2ForCausalLM", MiniMaxM2Json, _understand, _layer, is_draft),
+    Family(
+        "minimax_m2", "MiniMaxM2ForCausalLM", MiniMaxM2Json, _understand, decoder_layer, is_draft
+    ),
 )

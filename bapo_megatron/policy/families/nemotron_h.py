@@ -31,7 +31,7 @@ _NAMES = (
     ("model.norm.", "model.norm_f."),
     ("input_layernorm.", "norm."),
     ("post_attention_layernorm.", "norm."),
-    *((f".{block}.", ".mixer.") for block in ("mamba", "self_attn", "mlp")),
+    *((f"{block}.", "mixer.") for block in ("mamba", "self_attn", "mlp")),
 )
 
 

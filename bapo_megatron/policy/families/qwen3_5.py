@@ -12,6 +12,7 @@ from bapo_megatron.policy.architecture import Family, HfConfig, Weight
 from bapo_megatron.policy.families.config_json import (
     ConfigJson,
     Count,
+    alternating,
     check_layers,
     understand_common,
 )
@@ -69,10 +70,9 @@ def understand_hybrid(hybrid: HybridJson, delta_input: Weight = DELTA_INPUT) -> 
     if common.rope_scaling is not None:
         raise ValueError(f"'rope_type' must be default with model_type {hybrid.model_type}")
     interval, num_layers = hybrid.full_attention_interval, common.num_layers
-    kinds = hybrid.layer_types or [
-        "linear_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(num_layers)
-    ]
+    kinds = hybrid.layer_types or alternating(
+        "linear_attention", "full_attention", interval, num_layers
+    )
     check_layers("layer_types", kinds, num_layers)
     if hybrid.linear_num_value_heads % hybrid.linear_num_key_heads:
         raise ValueError(
