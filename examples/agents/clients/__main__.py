@@ -1,4 +1,4 @@
-"""Plays every client of this folder and prints the table of docs/agents.md.
+"""Plays every client of this folder and prints what each did (docs/agents.md).
 
 python -m examples.agents.clients [NAME …] [--install]
 
