@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.architecture import HfConfig, Weight
+from bapo_megatron.policy.mixers.base import Recurrence
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.calls import decode_json, shown_value
 from bapo_megatron.runtime.files import read_regular
@@ -37,6 +38,8 @@ _OFF_FIELDS = (
     *("arrow_config", "monteclora_config", "use_bdlora"),
 )
 """Fields that must be false, null or []: otherwise it computes more than α/r · B A."""
+LAYER_KINDS = ("attention", "recurrence", "mlp", "experts")
+"""Groups of adapters in metrics; shared experts count as ``mlp``."""
 
 
 def target_of(name: str) -> str:
@@ -51,6 +54,14 @@ def adapted(weight: Weight, hf: HfConfig, config: LoraConfig) -> list[str]:
         return []
     names = [name for name, shape in hf_shapes(weight, hf).items() if len(shape) == 2]
     return [name for name in names if not config.targets or target_of(name) in config.targets]
+
+
+def layer_kind(weight: Weight, hf: HfConfig) -> str:
+    """Return which of ``LAYER_KINDS`` a weight of a layer belongs to."""
+    if ".mlp." in weight.megatron:
+        return "mlp" if weight.expert is None else "experts"
+    assert weight.layer is not None, weight.megatron
+    return "recurrence" if isinstance(hf.mixers[weight.layer], Recurrence) else "attention"
 
 
 def targets_of(hf: HfConfig, config: LoraConfig, form: str = "") -> set[str]:

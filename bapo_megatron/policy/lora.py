@@ -35,12 +35,14 @@ from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_NAME,
+    LAYER_KINDS,
     adapted,
     adapter_table,
     adapter_weights,
     base_name,
     check_adapter,
     check_targets,
+    layer_kind,
     peft_fields,
     targets_of,
 )
@@ -92,6 +94,12 @@ class Adapter(nn.Module):
         numbers = {base_name(a): number for number, (a, _) in enumerate(self.entries)}
         self._blocks = [(size, numbers.get(name)) for name, size in sizes.items()]
         """Rows of each linear of the weight, and the number of its adapter, if it has one."""
+
+    @property
+    def replica(self) -> int:
+        """Place among the ranks that hold this part of the weight for other tokens."""
+        is_expert = self.entry.expert is not None
+        return (self.groups.expert_data if is_expert else self.groups.data).rank()
 
     def _parameter(self, entry: Weight, shard: Tensor) -> nn.Parameter:
         parameter = nn.Parameter(shard.contiguous().to(self.groups.device))
@@ -158,6 +166,28 @@ class Adapter(nn.Module):
         a_RI, b_OR = self.factors()
         return torch.addmm(base.float(), b_OR, a_RI).to(base.dtype)
 
+    @torch.no_grad()
+    def squared_norms(self, base: Tensor) -> Tensor:
+        """Return ‖A‖², ‖B‖², ‖α/r · B A‖² and ‖W‖² over the linears with adapters, [4] float64.
+
+        ``base`` is this rank's part of the weight, [O, I]. The sum over all ranks counts every
+        element once. ‖B A‖² = ⟨BᵀB, A Aᵀ⟩ takes only [r, r].
+        """
+        norm_O = torch.linalg.vector_norm(base, dim=1, dtype=torch.float64)
+        blocks = [norm_O.new_full((size,), number is not None) for size, number in self._blocks]
+        adapted_O = torch.cat(blocks)
+        if self._rows_O is not None:
+            adapted_O = adapted_O[self._rows_O]
+        sums = norm_O.new_zeros(4)
+        sums[3] = (norm_O.square() * adapted_O).sum()
+        parameters = [parameter.double() for parameter in self.parameters()]
+        for a, b in zip(parameters[::2], parameters[1::2], strict=True):
+            product = ((b.T @ b) * (a @ a.T)).sum()
+            sums[:3] += torch.stack([a.square().sum(), b.square().sum(), self._scale**2 * product])
+        parts = (*self.entries[0], self.entry, self.entry)
+        is_counted = [entry.axis is not None or self.part[0] == 0 for entry in parts]
+        return sums * sums.new_tensor(is_counted) * (self.replica == 0)
+
 
 _CROSSINGS: dict[tuple[int, bool], Callable[..., Tensor]] = {
     (0, False): mappings.copy_to_tensor_model_parallel_region,
@@ -200,10 +230,7 @@ class ChunkAdapters(nn.ModuleList):
         """Return Megatron's description of every parameter, under PEFT's names."""
         state = {}
         for number, adapter in enumerate(cast("Iterable[Adapter]", self)):
-            groups = adapter.groups
-            is_expert = adapter.entry.expert is not None
-            replica = (groups.expert_data if is_expert else groups.data).rank()
-            entries = itertools.chain.from_iterable(adapter.entries)
+            replica, entries = adapter.replica, itertools.chain.from_iterable(adapter.entries)
             for entry, (name, parameter) in zip(entries, adapter.named_parameters(), strict=True):
                 offsets = [] if entry.axis is None else [(entry.axis, *adapter.part)]
                 place = adapter.part[0] if entry.axis is None else 0
@@ -287,6 +314,25 @@ class Lora:
         """Return a parameter with its adapters, and another one as it is."""
         adapter = self.adapters.get(weight)
         return parameter.detach() if adapter is None else adapter.merged(parameter)
+
+    def metrics(
+        self, local: Iterable[tuple[Weight, Tensor]], hf: HfConfig, groups: ProcessGroups
+    ) -> dict[str, float]:
+        """Return the metrics ``lora/…`` of docs/metrics.md, equal on all ranks.
+
+        A collective of all ranks: one all-reduce. ``local`` is as ``local_weights`` returns it.
+        """
+        sums = torch.zeros((len(LAYER_KINDS), 4), dtype=torch.float64, device=groups.device)
+        for weight, parameter in local:
+            if (adapter := self.adapters.get(weight)) is not None:
+                sums[LAYER_KINDS.index(layer_kind(weight, hf))] += adapter.squared_norms(parameter)
+        dist.all_reduce(sums)
+        return {
+            f"lora/{kind}/{name}": math.sqrt(max(square, 0.0))  # less than 0 by rounding
+            for kind, (a, b, change, base) in zip(LAYER_KINDS, sums.tolist(), strict=True)
+            if base > 0
+            for name, square in (("a_norm", a), ("b_norm", b), ("change_ratio", change / base))
+        }
 
     def parameters(self) -> Iterator[tuple[Weight, Tensor]]:
         """Yield this rank's parts of A and B with their entries of ``adapter_table``."""

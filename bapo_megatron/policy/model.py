@@ -109,6 +109,14 @@ class Model:
         read = weight_export.detached if self.lora is None else self.lora.merged
         return weight_export.gather_weights(local, self.hf, self.groups, table, read)
 
+    def adapter_metrics(self) -> dict[str, float]:
+        """Return the metrics ``lora/…``; {} without adapters."""
+        if self.lora is None:
+            return {}
+        self.finish_weights()
+        local = local_weights(self.chunks, self.hf, self.groups)
+        return self.lora.metrics(local, self.hf, self.groups)
+
     def forward_only[Result](
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
     ) -> list[Result]:

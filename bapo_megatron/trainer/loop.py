@@ -82,6 +82,7 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
             lr = run.state.lr
             with run.timer.phase("training"):
                 results = run.train(batch)
+                adapters = run.state.model.adapter_metrics()
             with run.timer.phase("evaluation"):
                 run.complete_evaluation()
             with run.timer.phase("weight_sync"):
@@ -89,7 +90,8 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
             with run.timer.phase("evaluation"):
                 evaluated = eval_metrics(run.evaluate_if_due(step))
             values = batch_metrics(batch, run.timer.end_step()) | update_metrics(results)
-            run.report(StepMetrics(step, values | {"train/lr": lr}), evaluated, results)
+            values |= adapters | {"train/lr": lr}
+            run.report(StepMetrics(step, values), evaluated, results)
             with run.timer.phase("checkpoint"):  # its time is part of the next row
                 run.save_if_due(step, evaluated)
         run.finish()

@@ -246,6 +246,7 @@ def _run(
     if model.lora is not None:
         with model.lora.off():
             result["base"] = _logits(state, problems)
+    result["metrics"] = model.adapter_metrics()
     result["logits"] = _logits(state, problems)
     if groups.rank == 0:
         export.mkdir(parents=True)

@@ -155,6 +155,43 @@ def test_gradients_and_their_norm_are_those_of_the_formula(
         expected[family].check_norm(result["step"].grad_norm)
 
 
+def expected_metrics(model: Path, adapter: Path) -> dict[str, float]:
+    """The norms of A, B and α/r · B A over that of W, by kind of layer, from whole matrices."""
+    squares: dict[str, Tensor] = {}
+    base = weights(model)
+    for name, (a, b) in adapter_pairs(adapter).items():
+        mlp = "experts" if ".mlp.experts." in name else "mlp" if ".mlp." in name else ""
+        kind = mlp or ("recurrence" if ".linear_attn." in name else "attention")
+        a, b, w = (tensor.double() for tensor in (a, b, base[name]))
+        norms = torch.stack([part.square().sum() for part in (a, b, SCALE * b @ a, w)])
+        squares[kind] = squares.get(kind, torch.zeros(())) + norms
+    return {
+        f"lora/{kind}/{name}": float(value)
+        for kind, (a, b, change, w) in squares.items()
+        for name, value in (
+            ("a_norm", a.sqrt()),
+            ("b_norm", b.sqrt()),
+            ("change_ratio", (change / w).sqrt()),
+        )
+    }
+
+
+@in_every_layout
+def test_metrics_are_the_norms_of_whole_matrices_on_every_rank(
+    results: Results,
+    deep_models: Models,
+    adapters: dict[str, Path],
+    layout: Any,
+    family: str,
+) -> None:
+    expected = expected_metrics(deep_models[family], adapters[family])
+    assert len(expected) == 3 * {"deepseek_v3": 3, "qwen3_5_text": 3, "qwen3_next": 4}.get(
+        family, 2
+    )
+    for result in results[f"{layout.name}, {family}"]:
+        assert result["metrics"] == pytest.approx(expected, rel=1e-12)  # float64
+
+
 @in_every_layout
 def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     results: Results,
@@ -207,6 +244,10 @@ def train_some(models: dict[str, Path], root: Path) -> dict[str, Any]:
             {"pipeline": 2, "virtual_pipeline": 1},
             {"lora": LoraConfig(**LORA, targets=("q_proj",))},
         ),
+        "parts of fused weights": (
+            *("qwen2", {"tensor": 2}),
+            {"lora": LoraConfig(**LORA, targets=("k_proj", "up_proj", "down_proj"))},
+        ),
     }
     results: dict[str, Any] = {}
     for name, (family, sizes, options) in runs.items():
@@ -226,6 +267,7 @@ def train_some(models: dict[str, Path], root: Path) -> dict[str, Any]:
                 "norms": norms,
                 "dtypes": {str(p.dtype) for _, p in lora.parameters()},
                 "adapters": len(lora.adapters),
+                "metrics": state.model.adapter_metrics(),
             }
     return results
 
@@ -244,6 +286,11 @@ def test_updates_reach_the_next_pass_in_every_kind_of_optimizer(
     assert first["bfloat16"]["dtypes"] == {"torch.float32"}
     assert [rank["a stage without"]["adapters"] for rank in (first, second)] == [0, 1]
     assert len(adapter_pairs(tmp_path / "a stage without")) == 1
+    for name in ("a stage without", "parts of fused weights"):
+        model = two_layers if name == "a stage without" else deep_models["qwen2"]
+        expected = expected_metrics(model, tmp_path / name)
+        for rank in (first, second):
+            assert rank[name]["metrics"] == pytest.approx(expected, rel=1e-12)
     whole, rounded = adapter_pairs(tmp_path / "plain"), adapter_pairs(tmp_path / "bfloat16")
     for name, (_, b) in whole.items():
         assert torch.equal(adapter_pairs(tmp_path / "overlap")[name][1].sign(), b.sign())

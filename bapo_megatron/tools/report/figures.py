@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from bapo_megatron.config.reward import BATCH_METRICS
+from bapo_megatron.policy.adapters import LAYER_KINDS
 from bapo_megatron.tools.report.checks import MIN_GROWN_MISMATCH
 from bapo_megatron.tools.report.runs import RunGroup, RunRecord
 
@@ -164,6 +165,19 @@ PANELS = (
         {"agreement": "router/agreement_share", "replayed tokens": "router/replayed_share"},
         note="Fraction of the replayed experts that the trainer's routers would have chosen; "
         "fraction of tokens whose experts were replayed.",
+    ),
+    Panel(
+        "Adapters: change of the weights",
+        "‖α/r · B A‖ / ‖W‖",
+        {kind: f"lora/{kind}/change_ratio" for kind in LAYER_KINDS},
+        from_zero=True,
+        note="Frobenius norms over all linears with adapters of a kind; W is the base.",
+    ),
+    Panel(
+        "Adapters: norms of A and B",
+        "Frobenius norm, log scale",
+        {f"{p}, {kind}": f"lora/{kind}/{p.lower()}_norm" for p in "AB" for kind in LAYER_KINDS},
+        log=True,
     ),
     Panel(
         "Gradient norm",

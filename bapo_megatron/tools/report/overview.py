@@ -84,7 +84,13 @@ def _words(run: RunRecord) -> str:
     )
     keys += tuple(k for k in optional if settings.get(k) not in (None, 0, "none", "single_turn"))
     keys += ("parallel.expert",) if "router/load_mean" in run.metrics else ()
-    return " · ".join(f"{key} {public_setting(key, settings.get(key))}" for key in keys)
+    words = [f"{key} {public_setting(key, settings.get(key))}" for key in keys]
+    rank, alpha = settings.get("model.lora.rank"), settings.get("model.lora.alpha")
+    if isinstance(rank, int) and isinstance(alpha, int | float) and rank > 0:
+        targets = settings.get("model.lora.targets") or ["all linears of the layers"]
+        names = public_setting("model.lora.targets", targets)
+        words.append(f"adapters on {names}, α/r = {alpha / rank:g}")
+    return " · ".join(words)
 
 
 def _figures(run: RunRecord) -> dict[str, str]:
@@ -107,6 +113,9 @@ def _figures(run: RunRecord) -> dict[str, str]:
     ):
         if values := run.values(metric):
             figures[f"{label}, last step"] = form.format(values[-1])
+    if num_bytes := sum(run.values("weight_sync/bytes")):
+        syncs = sum(run.values("weight_sync/syncs"))
+        figures["per weight sync"] = f"{num_bytes / syncs / 1e6:,.1f} MB"
     if updates := run.values("train/updates"):
         num_made, skipped = sum(updates), sum(run.values("train/skipped_updates"))
         figures["updates"] = f"{num_made:,.0f} of {num_made + skipped:,.0f}"

@@ -349,7 +349,15 @@ def test_a_data_set_with_wrong_answers_is_found_while_another_one_learns() -> No
 
 def test_the_card_has_updates_that_were_possible_figures_of_the_last_step_and_versions() -> None:
     rows = [
-        {"step": n, "train/updates": 4 - n, "train/skipped_updates": n, "reward/mean": 0.1 * n}
+        {
+            **{
+                "step": n,
+                "train/updates": 4 - n,
+                "train/skipped_updates": n,
+                "reward/mean": 0.1 * n,
+            },
+            **{"weight_sync/syncs": n, "weight_sync/bytes": 1_200_000 * n},
+        }
         for n in (1, 2)
     ]
     start = Start("2026-11-24T00:00:00+00:00", 0, "1f", {"torch": "2.13"}, "node", 1)
@@ -357,6 +365,7 @@ def test_the_card_has_updates_that_were_possible_figures_of_the_last_step_and_ve
     figures = dict(zip(shown["headings"], shown["rows"][0], strict=True))
     assert figures["updates"] == "5 of 8"
     assert figures["reward, last step"] == "0.200"
+    assert figures["per weight sync"] == "1.2 MB"
     assert shown["settings"]["rows"] == [("commit", "1f"), ("torch", "2.13"), ("train.steps", "1")]
 
 
@@ -364,6 +373,7 @@ def test_the_first_words_name_what_a_run_adds_to_plain_training() -> None:
     plain = {"rollout.environment": "single_turn", "model.lora.rank": 0, "parallel.expert": 1}
     added = {
         "model.lora.rank": 16,
+        "model.lora.alpha": 24.0,
         "rollout.agent": ["python", "own/agent.py"],
         "rollout.environment": "python_tool",
         "algorithm.distillation.teacher.path": "/home/me/teacher",
@@ -381,7 +391,10 @@ def test_the_first_words_name_what_a_run_adds_to_plain_training() -> None:
         "rollout.agent python agent.py",
         "algorithm.distillation.teacher.path teacher",
         "algorithm.router_replay rollout",
+        "adapters on all linears of the layers, α/r = 1.5",
     ]
+    targets = {"model.lora.targets": ["q_proj", "o_proj"]}
+    assert words(plain | added | targets)[-1] == "adapters on q_proj, o_proj, α/r = 1.5"
 
 
 def test_turns_errors_divergences_and_what_reward_functions_return_have_panels() -> None:
@@ -390,6 +403,8 @@ def test_turns_errors_divergences_and_what_reward_functions_return_have_panels()
         **{"rollout/environment_errors": 1.0, "reward/errors": 1.0, "reward/math": 0.5},
         **{"reward/style": 4.0, "reward/style/words": 30.0, "reward/style/used_share": 0.5},
         **{"kl/teacher": 0.5, "kl/reference": 0.25},
+        **{"lora/attention/change_ratio": 0.01, "lora/experts/change_ratio": 0.02},
+        **{"lora/attention/a_norm": 3.0, "lora/attention/b_norm": 0.5},
     }
     assert curves(run_of(row)) == {
         "Reward functions": {"math": [0.5], "style": [4.0]},
@@ -398,6 +413,8 @@ def test_turns_errors_divergences_and_what_reward_functions_return_have_panels()
         "Turns": {"mean": [2.0], "largest": [3.0]},
         "Environment errors": {"errors": [1.0]},
         "KL divergence": {"reference": [0.25], "teacher": [0.5]},
+        "Adapters: change of the weights": {"attention": [0.01], "experts": [0.02]},
+        "Adapters: norms of A and B": {"A, attention": [3.0], "B, attention": [0.5]},
     }
     one = {"step": 1, "reward/math": 0.5, **{f"reward/math/m{n}": 2.0 for n in range(20)}}
     assert len(panels(run_of(one))) == 8
