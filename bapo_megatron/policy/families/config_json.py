@@ -20,10 +20,18 @@ HARMLESS_FIELDS = (
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
     *("router_aux_loss_coef", "output_router_logits", "cache_implementation"),
-    # Mamba's initialization, kernels and draft layers.
+    # Mamba's initialization and kernels.
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
     *("use_mamba_kernels", "chunk_size", "num_logits_to_keep", "moe_shared_expert_overlap"),
-    "mtp_layers_block_type",
+    # Vision towers and draft layers, whose tensors families name, or are refused.
+    *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
+    *("vision_end_token_id", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
+    *("image_token_index", "num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+    *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_transformer_layers"),
+    *("mtp_layers_block_type", "use_mtp"),
+    # How DeepSeek trained, and of layers that no MiniMax-M2 has.
+    *("ep_size", "aux_loss_alpha", "seq_aux", "shared_moe_mode", "mlp_intermediate_size"),
+    "layernorm_linear_attention_beta",
 )
 """Fields that do not change what the model computes."""
 

@@ -34,12 +34,8 @@ class DeepseekV3Json(SigmoidMoeJson):
     topk_method: Literal["noaux_tc"] = "noaux_tc"
     n_group: Count
     topk_group: Count
-    num_mtp_layers: int = 0
     auto_map: dict[str, str] | None = None
     """Code beside the weights, which nothing runs."""
-    ep_size: int = 1
-    aux_loss_alpha: float = 0.0
-    seq_aux: bool = False
 
 
 def understand_deepseek(deepseek: DeepseekV3Json) -> HfConfig:

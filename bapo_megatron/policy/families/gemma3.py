@@ -5,7 +5,7 @@ trained; exports have them as they were.
 """
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,16 +52,6 @@ class Gemma3Json(ConfigJson):
     rope_parameters: LayerRopesJson | None = None  # type: ignore[assignment]
 
 
-class Gemma3VisionJson(Gemma3Json):
-    """Those of a model with a vision tower."""
-
-    vision_config: dict[str, Any] | None = None
-    mm_tokens_per_image: int | None = None
-    boi_token_index: int | None = None
-    eoi_token_index: int | None = None
-    image_token_index: int | None = None
-
-
 def _understand(gemma: Gemma3Json) -> HfConfig:
     ropes = gemma.rope_parameters or LayerRopesJson()
     common = understand_common(
@@ -92,7 +82,7 @@ def _understand(gemma: Gemma3Json) -> HfConfig:
         norms_after=True,
         activation="gelu",
         scales_embeddings=True,
-        tensor_prefix="language_model.model" if isinstance(gemma, Gemma3VisionJson) else "model",
+        tensor_prefix="language_model.model" if gemma.model_type == "gemma3" else "model",
     )
 
 
@@ -101,7 +91,7 @@ FAMILIES = (
     Family(
         "gemma3",
         "Gemma3ForConditionalGeneration",
-        Gemma3VisionJson,
+        Gemma3Json,
         _understand,
         decoder_layer,
         lambda hf, name: name.startswith(("vision_tower.", "multi_modal_projector.")),

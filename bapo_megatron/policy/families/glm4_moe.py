@@ -32,7 +32,6 @@ class SigmoidMoeJson(ConfigJson):
     first_k_dense_replace: Annotated[int, Field(ge=0)]
     norm_topk_prob: Literal[True]
     routed_scaling_factor: Positive
-    num_nextn_predict_layers: int = 0
 
     def experts(self) -> Experts:
         """Return the experts that the fields describe, in one group."""

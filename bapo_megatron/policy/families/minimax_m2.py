@@ -39,18 +39,9 @@ class MiniMaxM2Json(ConfigJson):
     qk_norm_type: Literal["per_layer"] = "per_layer"
     use_routing_bias: Literal[True] = True
     scoring_func: Literal["sigmoid"] = "sigmoid"
-    shared_intermediate_size: Literal[0] = 0
-    shared_moe_mode: str | None = None
-    mlp_intermediate_size: int | None = None
-    """Of dense layers, which there are none of."""
     attn_type_list: list[Literal[1]] | None = None
     layernorm_full_attention_beta: One = 1.0
-    layernorm_linear_attention_beta: float | None = None
     layernorm_mlp_beta: One = 1.0
-    use_mtp: bool = False
-    num_mtp_modules: int = 0
-    mtp_transformer_layers: int = 0
-    router_jitter_noise: Literal[0] = 0
     auto_map: dict[str, str] | None = None
     """Code beside the weights, which nothing runs."""
 

@@ -64,8 +64,6 @@ class NemotronHJson(ConfigJson):
     topk_group: Literal[1] = 1
     norm_topk_prob: Literal[True] = True
     routed_scaling_factor: Positive = 1.0
-    moe_latent_size: None = None
-    num_nextn_predict_layers: int = 0
     auto_map: dict[str, str] | None = None
     mamba_ssm_cache_dtype: Literal["float32"] = "float32"
     time_step_limit: list[Any] | None = None

@@ -6,7 +6,7 @@ are not trained; exports have them as they were.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from bapo_megatron.policy.architecture import Family, HfConfig, Weight
 from bapo_megatron.policy.families.config_json import (
@@ -46,18 +46,6 @@ class HybridJson(ConfigJson):
     output_gate_type: Literal["swish", "silu"] | None = None
     """Activation of the gate of a delta net's output."""
     mamba_ssm_dtype: Literal["float32"] | None = None
-    mtp_num_hidden_layers: int = 0
-    mtp_use_dedicated_embeddings: bool = False
-
-
-class VisionJson(HybridJson):
-    """Those of a model with a vision tower."""
-
-    vision_config: dict[str, Any] | None = None
-    image_token_id: int | None = None
-    video_token_id: int | None = None
-    vision_start_token_id: int | None = None
-    vision_end_token_id: int | None = None
 
 
 def understand_hybrid(hybrid: HybridJson, delta_input: Weight = DELTA_INPUT) -> HfConfig:
@@ -87,7 +75,7 @@ def understand_hybrid(hybrid: HybridJson, delta_input: Weight = DELTA_INPUT) -> 
         kernel_size=hybrid.linear_conv_kernel_dim,
         input=delta_input,
     )
-    if isinstance(hybrid, VisionJson):
+    if hybrid.model_type in ("qwen3_5", "qwen3_5_moe"):  # beside a vision tower
         common = replace(common, tensor_prefix="model.language_model")
     mixers = tuple(net if kind == "linear_attention" else Attention() for kind in kinds)
     return replace(common, output_gate=True, zero_centered_norms=True, mixers=mixers)
@@ -100,5 +88,5 @@ Hybrid5 = partial(
 )
 FAMILIES = (
     Hybrid5("qwen3_5_text", "Qwen3_5ForCausalLM", HybridJson, understand_hybrid),
-    Hybrid5("qwen3_5", "Qwen3_5ForConditionalGeneration", VisionJson, understand_hybrid),
+    Hybrid5("qwen3_5", "Qwen3_5ForConditionalGeneration", HybridJson, understand_hybrid),
 )

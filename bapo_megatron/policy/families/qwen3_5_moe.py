@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from bapo_megatron.policy.architecture import Experts, HfConfig
 from bapo_megatron.policy.families.config_json import Channels, Count
-from bapo_megatron.policy.families.qwen3_5 import Hybrid5, HybridJson, VisionJson, understand_hybrid
+from bapo_megatron.policy.families.qwen3_5 import Hybrid5, HybridJson, understand_hybrid
 
 
 class HybridMoeJson(HybridJson):
@@ -33,10 +33,6 @@ class MoeJson(HybridMoeJson):
     """Not given: no layer is dense."""
 
 
-class VisionMoeJson(MoeJson, VisionJson):
-    """Those of a model with a vision tower."""
-
-
 def _understand(moe: MoeJson) -> HfConfig:
     size = moe.shared_expert_intermediate_size
     return replace(understand_hybrid(moe), experts=moe.experts(), intermediate_size=size)
@@ -44,5 +40,5 @@ def _understand(moe: MoeJson) -> HfConfig:
 
 FAMILIES = (
     Hybrid5("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", MoeJson, _understand),
-    Hybrid5("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", VisionMoeJson, _understand),
+    Hybrid5("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", MoeJson, _understand),
 )
