@@ -123,7 +123,7 @@ def _num_groups(weight: Weight, hf: HfConfig, size: int) -> int:
 def _num_blocks(weight: Weight, hf: HfConfig) -> int:
     """Return how many blocks of its sections follow each other in a Hugging Face tensor."""
     if weight.form in ("sections_by_head", "interleaved"):
-        return hf.dimensions["delta_key_heads" if weight.form == "sections_by_head" else "expert"]
+        return hf.dimensions["recurrent_groups" if weight.form == "sections_by_head" else "expert"]
     return hf.num_heads if weight.form == "qkv" else 1
 
 

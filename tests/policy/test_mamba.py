@@ -122,6 +122,6 @@ def kept_bytes(dtype: torch.dtype, num_tokens: int) -> int:
 def test_plan_counts_what_autograd_keeps_of_whole_chunks(dtype: torch.dtype) -> None:
     hf: Any = SimpleNamespace()
     share = Share(hf, dtype.itemsize, 1, 1, 1, is_local=True, has_adapters=False)
-    planned = Mamba(HEADS, VALUE, GROUPS, KEY, WIDTH).saved(share, is_recomputed=False)
+    planned = Mamba(GROUPS, HEADS, KEY, VALUE, WIDTH).saved(share, is_recomputed=False)
     measured = kept_bytes(dtype, 1024) - kept_bytes(dtype, 512)
     assert measured == pytest.approx(512 * sum(planned.values()), rel=1e-3)

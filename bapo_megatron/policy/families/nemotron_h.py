@@ -109,9 +109,9 @@ def _understand(fields: NemotronHJson) -> HfConfig:
     )
     mamba = Mamba(
         num_heads=fields.mamba_num_heads,
-        head_dim=fields.mamba_head_dim,
+        value_dim=fields.mamba_head_dim,
         num_groups=fields.n_groups,
-        state_dim=fields.ssm_state_size,
+        key_dim=fields.ssm_state_size,
         kernel_size=fields.conv_kernel,
     )
     kinds = {"linear_attention": mamba, "full_attention": Attention()}

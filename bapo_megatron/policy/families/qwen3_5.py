@@ -23,10 +23,10 @@ from bapo_megatron.policy.mixers.delta_net import DeltaNet, delta_input
 ROTARY_SHARE = 0.25
 DELTA_INPUT = delta_input(
     {
-        "in_proj_qkv": "delta_key+delta_key+delta_value",
-        "in_proj_z": "delta_value",
-        "in_proj_b": "delta_heads",
-        "in_proj_a": "delta_heads",
+        "in_proj_qkv": "recurrent_keys+recurrent_keys+recurrent_values",
+        "in_proj_z": "recurrent_values",
+        "in_proj_b": "recurrent_heads",
+        "in_proj_a": "recurrent_heads",
     },
     "sections",
 )
@@ -68,10 +68,10 @@ def understand_hybrid(hybrid: HybridJson, delta_input: Weight = DELTA_INPUT) -> 
             f"{hybrid.linear_num_key_heads}, got {hybrid.linear_num_value_heads}"
         )
     net = DeltaNet(
-        num_key_heads=hybrid.linear_num_key_heads,
-        num_value_heads=hybrid.linear_num_value_heads,
-        key_head_dim=hybrid.linear_key_head_dim,
-        value_head_dim=hybrid.linear_value_head_dim,
+        num_groups=hybrid.linear_num_key_heads,
+        num_heads=hybrid.linear_num_value_heads,
+        key_dim=hybrid.linear_key_head_dim,
+        value_dim=hybrid.linear_value_head_dim,
         kernel_size=hybrid.linear_conv_kernel_dim,
         input=delta_input,
     )

@@ -11,8 +11,8 @@ from bapo_megatron.policy.mixers.delta_net import delta_input
 
 DELTA_INPUT = delta_input(
     {
-        "in_proj_qkvz": "delta_key+delta_key+delta_value+delta_value",
-        "in_proj_ba": "delta_heads+delta_heads",
+        "in_proj_qkvz": "recurrent_keys+recurrent_keys+recurrent_values+recurrent_values",
+        "in_proj_ba": "recurrent_heads+recurrent_heads",
     },
     "sections_by_head",
 )

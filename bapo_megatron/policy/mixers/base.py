@@ -7,7 +7,7 @@ Megatron takes from elsewhere; ``engine.local.cache`` has what the local engine 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from bapo_megatron.config.megatron import ParallelConfig
@@ -113,55 +113,76 @@ class Mixer(ABC):
         return 2 * hf.num_kv_heads * hf.head_dim // tensor * (context - 1)
 
 
+@dataclass(frozen=True)
 class Recurrence(Mixer):
-    """A mixer with a state of a fixed size, after a causal convolution.
+    """A mixer with a state [key_dim, value_dim] per head, after a causal convolution.
 
     Context-parallel ranks exchange tokens for heads, and back.
     """
 
-    stacks = False
+    num_groups: int
+    """Groups of heads that share a key and a query: what writes and what reads their states."""
+    num_heads: int
+    key_dim: int
+    value_dim: int
     kernel_size: int
-    """Tokens that the convolution sees."""
+    """Tokens that the convolution over queries, keys and values, or C, B and x, sees."""
+
+    stacks = False
+    groups_title: ClassVar[str]
+    """What messages call the groups."""
+    gates_per_head: ClassVar[int]
+    """Channels of the projection that are a token's rate and decay of a head."""
 
     @property
-    @abstractmethod
-    def divided(self) -> tuple[int, str]:
-        """How many of what tensor- and context-parallel ranks divide."""
+    def num_keys(self) -> int:
+        """Channels of the keys of all groups."""
+        return self.num_groups * self.key_dim
 
     @property
-    @abstractmethod
+    def num_values(self) -> int:
+        """Channels of the values of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
     def state_size(self) -> int:
         """Numbers in a sequence's state."""
+        return self.num_values * self.key_dim
 
-    @property
-    @abstractmethod
-    def convolved_channels(self) -> int:
-        """Channels of the convolution."""
-
-    @property
-    @abstractmethod
-    def exchanged_channels(self) -> int:
-        """Channels of a token that ranks exchange: of the projection and of the output."""
+    def dimensions(self, hf: "HfConfig") -> dict[str, int]:
+        """See ``Mixer``."""
+        return {
+            "recurrent_keys": self.num_keys,
+            "recurrent_values": self.num_values,
+            "recurrent_groups": self.num_groups,
+            "recurrent_heads": self.num_heads,
+            "recurrent_head": self.value_dim,
+            "kernel": self.kernel_size,
+            "one": 1,  # the convolution is over each channel alone
+        }
 
     def layout_error(self, parallel: "ParallelConfig") -> str | None:
         """See ``Mixer``."""
-        (count, what), tensor, context = self.divided, parallel.tensor, parallel.context
+        count, tensor, context = self.num_groups, parallel.tensor, parallel.context
         if count % (tensor * context) == 0:
             return None
         key, value = ("context", context) if count % tensor == 0 else ("tensor", tensor)
         return (
-            f"parallel.{key}: tensor × context must divide the {count} {what} of the model's "
-            f"{self.title}, got {value} with tensor × context = {tensor * context}; lower it"
+            f"parallel.{key}: tensor × context must divide the {count} {self.groups_title} of "
+            f"the model's {self.title}, got {value} with tensor × context = {tensor * context}; "
+            "lower it"
         )
 
     def state_bytes(self, element_bytes: int) -> int:
         """See ``Mixer``: float32 states, and convolved inputs."""
-        inputs = self.convolved_channels * (self.kernel_size - 1)
+        inputs = (2 * self.num_keys + self.num_values) * (self.kernel_size - 1)
         return FLOAT32_BYTES * self.state_size + element_bytes * inputs
 
     def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
-        """See ``Mixer``: all tokens for a share of the heads."""
-        return self.exchanged_channels / tensor * (context - 1) / context
+        """See ``Mixer``: all tokens for a share of the heads, of the projection and the output."""
+        gates = self.gates_per_head * self.num_heads
+        exchanged = 2 * self.num_keys + 3 * self.num_values + gates
+        return exchanged / tensor * (context - 1) / context
 
 
 @dataclass(frozen=True)

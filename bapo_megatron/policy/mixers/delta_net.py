@@ -28,18 +28,18 @@ _WEIGHTS = (
     Weight(
         "self_attention.conv1d.weight",
         ("linear_attn.conv1d.weight",),
-        ("delta_key+delta_key+delta_value one kernel",),
+        ("recurrent_keys+recurrent_keys+recurrent_values one kernel",),
         0,
         "sections",
         sections=_SECTIONS[:3],
     ),
-    Weight("self_attention.dt_bias", ("linear_attn.dt_bias",), ("delta_heads",), 0),
-    Weight("self_attention.A_log", ("linear_attn.A_log",), ("delta_heads",), 0),
-    Weight("self_attention.out_norm.weight", ("linear_attn.norm.weight",), ("delta_head",)),
+    Weight("self_attention.dt_bias", ("linear_attn.dt_bias",), ("recurrent_heads",), 0),
+    Weight("self_attention.A_log", ("linear_attn.A_log",), ("recurrent_heads",), 0),
+    Weight("self_attention.out_norm.weight", ("linear_attn.norm.weight",), ("recurrent_head",)),
     Weight(
         "self_attention.out_proj.weight",
         ("linear_attn.out_proj.weight",),
-        ("hidden delta_value",),
+        ("hidden recurrent_values",),
         1,
     ),
 )
@@ -47,59 +47,19 @@ _WEIGHTS = (
 
 @dataclass(frozen=True)
 class DeltaNet(Recurrence):
-    """A recurrent state [key_head_dim, value_head_dim] per value head."""
+    """Several heads of values share a key head, a group."""
 
-    num_key_heads: int
-    """Heads of queries and of keys."""
-    num_value_heads: int
-    """Heads of values; ``num_value_heads`` / ``num_key_heads`` share a query and a key."""
-    key_head_dim: int
-    value_head_dim: int
-    kernel_size: int
-    """Tokens that the causal convolution over queries, keys and values sees."""
     input: Weight
     """From ``delta_input``."""
 
     title = "gated delta nets"
+    groups_title = "key heads"
+    gates_per_head = 2
     needs_sequence_parallel = True
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
         """See ``Mixer``."""
         return (self.input, *_WEIGHTS)
-
-    def dimensions(self, hf: HfConfig) -> dict[str, int]:
-        """See ``Mixer``."""
-        return {
-            "delta_key": self.num_key_heads * self.key_head_dim,
-            "delta_value": self.num_value_heads * self.value_head_dim,
-            "delta_key_heads": self.num_key_heads,
-            "delta_heads": self.num_value_heads,
-            "delta_head": self.value_head_dim,
-            "kernel": self.kernel_size,
-            "one": 1,  # the convolution is over each channel alone
-        }
-
-    @property
-    def divided(self) -> tuple[int, str]:
-        """See ``Recurrence``."""
-        return self.num_key_heads, "key heads"
-
-    @property
-    def state_size(self) -> int:
-        """See ``Recurrence``."""
-        return self.num_value_heads * self.key_head_dim * self.value_head_dim
-
-    @property
-    def convolved_channels(self) -> int:
-        """See ``Recurrence``."""
-        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads
-        return 2 * keys + values * self.value_head_dim
-
-    @property
-    def exchanged_channels(self) -> int:
-        """See ``Recurrence``; two more of the values' channels are of their gate and the output."""
-        inner = self.num_value_heads * self.value_head_dim
-        return self.convolved_channels + 2 * inner + 2 * self.num_value_heads
 
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
         """See ``Mixer``."""
@@ -107,10 +67,10 @@ class DeltaNet(Recurrence):
             "experimental_attention_variant": "gated_delta_net",
             "linear_attention_freq": [int(mixer is self) for mixer in hf.mixers],
             "linear_conv_kernel_dim": self.kernel_size,
-            "linear_key_head_dim": self.key_head_dim,
-            "linear_value_head_dim": self.value_head_dim,
-            "linear_num_key_heads": self.num_key_heads,
-            "linear_num_value_heads": self.num_value_heads,
+            "linear_key_head_dim": self.key_dim,
+            "linear_value_head_dim": self.value_dim,
+            "linear_num_key_heads": self.num_groups,
+            "linear_num_value_heads": self.num_heads,
         }
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
@@ -157,11 +117,11 @@ class DeltaNet(Recurrence):
         norm. Our twin keeps float32 copies; 48 K + 20 V + K V / 16 + 1295 bytes per token and head
         were measured.
         """
-        heads = self.num_value_heads // (share.tensor * share.context)
+        heads = self.num_heads // (share.tensor * share.context)
         heads *= share.context  # of a context rank's own tokens: all-to-alls exchange the two
-        key, value = self.key_head_dim, self.value_head_dim
-        keys = share.divided(2 * self.num_key_heads * key)
-        values = share.divided(self.num_value_heads * value)
+        key, value = self.key_dim, self.value_dim
+        keys = share.divided(2 * self.num_keys)
+        values = share.divided(self.num_values)
         tensors: dict[str, float] = {
             "projection": keys + 2 * values + 2 * share.element_bytes * heads,
             "output of the convolution": keys + values,

@@ -7,13 +7,13 @@ from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share
 
 _SECTIONS = ("z", "x", "B", "C", "dt")
-_CONVOLVED = "mamba_inner+mamba_states+mamba_states"
+_CONVOLVED = "recurrent_values+recurrent_keys+recurrent_keys"
 _WEIGHTS = (
     Weight("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
     Weight(
         "self_attention.in_proj.weight",
         ("mamba.in_proj.weight",),
-        (f"mamba_inner+{_CONVOLVED}+mamba_heads hidden",),
+        (f"recurrent_values+{_CONVOLVED}+recurrent_heads hidden",),
         0,
         "sections",
         sections=_SECTIONS,
@@ -30,71 +30,38 @@ _WEIGHTS = (
         for part, rest in (("weight", " one kernel"), ("bias", ""))
     ),
     *(
-        Weight(f"self_attention.{name}", (f"mamba.{name}",), ("mamba_heads",), 0)
+        Weight(f"self_attention.{name}", (f"mamba.{name}",), ("recurrent_heads",), 0)
         for name in ("dt_bias", "A_log", "D")
     ),
-    Weight("self_attention.norm.weight", ("mamba.norm.weight",), ("mamba_inner",), 0),
+    Weight("self_attention.norm.weight", ("mamba.norm.weight",), ("recurrent_values",), 0),
     Weight(
-        "self_attention.out_proj.weight", ("mamba.out_proj.weight",), ("hidden mamba_inner",), 1
+        "self_attention.out_proj.weight",
+        ("mamba.out_proj.weight",),
+        ("hidden recurrent_values",),
+        1,
     ),
 )
 
 
 @dataclass(frozen=True)
 class Mamba(Recurrence):
-    """A recurrent state [state_dim, head_dim] per head."""
-
-    num_heads: int
-    head_dim: int
-    num_groups: int
-    """Groups of heads that share what writes and what reads their states (B and C)."""
-    state_dim: int
-    kernel_size: int
-    """Tokens that the causal convolution over x, B and C sees."""
+    """Its keys, queries and values are B, C and x."""
 
     title = "Mamba-2 layers"
+    groups_title = "groups"
+    gates_per_head = 1
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
         """See ``Mixer``."""
         return _WEIGHTS
 
-    def dimensions(self, hf: HfConfig) -> dict[str, int]:
-        """See ``Mixer``."""
-        return {
-            "mamba_inner": self.num_heads * self.head_dim,
-            "mamba_states": self.num_groups * self.state_dim,
-            "mamba_heads": self.num_heads,
-            "kernel": self.kernel_size,
-            "one": 1,  # the convolution is over each channel alone
-        }
-
-    @property
-    def divided(self) -> tuple[int, str]:
-        """See ``Recurrence``."""
-        return self.num_groups, "groups"
-
-    @property
-    def state_size(self) -> int:
-        """See ``Recurrence``."""
-        return self.num_heads * self.head_dim * self.state_dim
-
-    @property
-    def convolved_channels(self) -> int:
-        """See ``Recurrence``."""
-        return self.num_heads * self.head_dim + 2 * self.num_groups * self.state_dim
-
-    @property
-    def exchanged_channels(self) -> int:
-        """See ``Recurrence``; two more of the heads' channels are of their gate and the output."""
-        return self.convolved_channels + 2 * self.num_heads * self.head_dim + self.num_heads
-
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
         """See ``Mixer``."""
         return {
             "mamba_num_heads": self.num_heads,
-            "mamba_head_dim": self.head_dim,
+            "mamba_head_dim": self.value_dim,
             "mamba_num_groups": self.num_groups,
-            "mamba_state_dim": self.state_dim,
+            "mamba_state_dim": self.key_dim,
         }
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
@@ -133,9 +100,9 @@ class Mamba(Recurrence):
         The kernels keep the projection, and what they return before its gate. Our twin also keeps
         what each operation between them needs, mostly in float32.
         """
-        heads, key, value = self.num_heads // share.tensor, self.state_dim, self.head_dim
-        inner = share.divided(self.num_heads * value)
-        states = share.divided(2 * self.num_groups * key)
+        heads, key, value = self.num_heads // share.tensor, self.key_dim, self.value_dim
+        inner = share.divided(self.num_values)
+        states = share.divided(2 * self.num_keys)
         groups = self.num_groups // share.tensor
         tensors: dict[str, float] = {
             "projection": 2 * inner + states + share.element_bytes * heads,
