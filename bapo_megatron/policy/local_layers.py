@@ -26,7 +26,11 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import mlp, multi_latent_attention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -87,34 +91,33 @@ class JointRMSNorm(DividedByRank):
         hidden = heads.flatten(-2)
         if self.tp_group.size() == 1:
             return _rms_norm(hidden, self.weight, self.eps, self.config).view(heads.shape)
-        normed: Tensor = _DividedNorm.apply(hidden, self.weight, self.eps, self.tp_group)
+        normed: Tensor = _KeepsInputs.apply(self._divided_norm, hidden, self.weight)
         return normed.view(heads.shape)
 
+    def _divided_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        mean = hidden.float().square().mean(dim=-1, keepdim=True) / self.tp_group.size()
+        mean = reduce_from_tensor_model_parallel_region(mean, group=self.tp_group)
+        # Every rank's output depends on it, so its gradients are summed, too.
+        mean = copy_to_tensor_model_parallel_region(mean, group=self.tp_group)
+        return (hidden * (mean + self.eps).rsqrt() * weight).to(hidden.dtype)
 
-class _DividedNorm(torch.autograd.Function):
-    """RMSNorm whose channels the ranks of a group divide."""
+
+class _KeepsInputs(torch.autograd.Function):
+    """A function that keeps its inputs alone; the backward pass computes it again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup
-    ) -> Tensor:
-        mean = hidden.float().square().mean(dim=-1, keepdim=True) / group.size()
-        dist.all_reduce(mean, group=group)
-        inverse = (mean + eps).rsqrt()
-        ctx.save_for_backward(hidden, weight, inverse)
-        ctx.group = group
-        return (hidden * inverse * weight).to(hidden.dtype)
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.function = function
+        return function(*inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, inverse = ctx.saved_tensors
-        normed, of_normed = hidden * inverse, gradient * weight.float()
-        mean = (of_normed * normed).mean(dim=-1, keepdim=True) / ctx.group.size()
-        dist.all_reduce(mean, group=ctx.group)
-        of_hidden = inverse * (of_normed - normed * mean)
-        of_weight = (gradient * normed).flatten(0, -2).sum(dim=0)
-        return of_hidden.to(hidden.dtype), of_weight.to(weight.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return None, *torch.autograd.grad(output, inputs, gradient)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -420,21 +423,18 @@ class PackedCausalAttention(DividedByRank):
 
 
 def swiglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
-    """Return silu(gate) · up, [N, F]; also in place of Megatron's ``bias_swiglu_impl``.
-
-    The backward pass keeps the input alone. Autograd would keep silu(gate) and up as well, and
-    concatenate the gradients of the two halves.
-    """
-    return _Gated.apply(gate_up_N2F, F.silu, torch.ops.aten.silu_backward.grad_input)
+    """Return silu(gate) · up, [N, F]; also in place of Megatron's ``bias_swiglu_impl``."""
+    return _KeepsInputs.apply(partial(_gated, F.silu), gate_up_N2F)
 
 
 def geglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
-    """Return gelu(gate) · up, as ``swiglu``, in place of Megatron's ``bias_geglu_impl``."""
-    return _Gated.apply(gate_up_N2F, _gelu, _gelu_backward)
+    """Return gelu(gate) · up, [N, F], in place of Megatron's ``bias_geglu_impl``."""
+    return _KeepsInputs.apply(partial(_gated, partial(F.gelu, approximate="tanh")), gate_up_N2F)
 
 
-_gelu = partial(F.gelu, approximate="tanh")
-_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
+def _gated(activate: Callable[[Tensor], Tensor], gate_up_N2F: Tensor) -> Tensor:
+    gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+    return activate(gate_NF) * up_NF
 
 
 def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: Any) -> Tensor:
@@ -457,61 +457,17 @@ def weighted_clamped_swiglu(
 ) -> Tensor:
     """Return gpt-oss's gate σ(1.702 gate) (up + offset) · weight of clamped gate and up, [N, F].
 
-    In place of Megatron's ``weighted_bias_quick_geglu_impl``; it keeps the input alone, too.
+    In place of Megatron's ``weighted_bias_quick_geglu_impl``.
     """
-    gate_up_N2F = gate_up_N2F if bias_2F is None else gate_up_N2F + bias_2F
-    inner_NF: Tensor = _ClampedSwiGlu.apply(gate_up_N2F, offset, limit)
-    return (inner_NF * weights_N1).to(gate_up_N2F.dtype)
 
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, gate_up_N2F: Tensor, activate: Callable[[Tensor], Tensor], backward: Any
-    ) -> Tensor:
-        ctx.save_for_backward(gate_up_N2F)
-        ctx.activate, ctx.of_activation = activate, backward
-        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-        return activate(gate_NF).mul_(up_NF)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up_N2F,) = ctx.saved_tensors
-        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-        gradient_N2F = torch.empty_like(gate_up_N2F)
-        of_gate_NF, of_up_NF = gradient_N2F.chunk(2, dim=-1)
-        torch.mul(gradient_NF, ctx.activate(gate_NF), out=of_up_NF)
-        ctx.of_activation(gradient_NF * up_NF, gate_NF, grad_input=of_gate_NF)
-        return gradient_N2F, None, None
-
-
-class _ClampedSwiGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up_N2F: Tensor, offset: float, limit: float) -> Tensor:
-        ctx.save_for_backward(gate_up_N2F)
-        ctx.offset, ctx.limit = offset, limit
+    def clamped(gate_up_N2F: Tensor) -> Tensor:
         gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
         gate_NF = gate_NF.clamp(max=limit)
-        inner_NF = (1.702 * gate_NF).sigmoid_().mul_(gate_NF)
-        return inner_NF.mul_(up_NF.clamp(-limit, limit).add_(offset))
+        return gate_NF * (1.702 * gate_NF).sigmoid() * (up_NF.clamp(-limit, limit) + offset)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up_N2F,), limit = ctx.saved_tensors, ctx.limit
-        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-        gradient_N2F = torch.empty_like(gate_up_N2F)
-        of_gate_NF, of_up_NF = gradient_N2F.chunk(2, dim=-1)
-        clamped_NF = gate_NF.clamp(max=limit)
-        sigmoid_NF = (1.702 * clamped_NF).sigmoid_()
-        torch.mul(gradient_NF, sigmoid_NF * clamped_NF, out=of_up_NF)
-        of_up_NF.masked_fill_(up_NF.abs() > limit, 0)
-        # The slope σ (1 + 1.702 gate (1 − σ)).
-        slope_NF = clamped_NF.mul_(1.702).mul_(1 - sigmoid_NF).add_(1).mul_(sigmoid_NF)
-        slope_NF *= up_NF.clamp(-limit, limit).add_(ctx.offset)
-        torch.mul(gradient_NF, slope_NF, out=of_gate_NF).masked_fill_(gate_NF > limit, 0)
-        return gradient_N2F, None, None
+    gate_up_N2F = gate_up_N2F if bias_2F is None else gate_up_N2F + bias_2F
+    inner_NF: Tensor = _KeepsInputs.apply(clamped, gate_up_N2F)
+    return (inner_NF * weights_N1).to(gate_up_N2F.dtype)
 
 
 def normalised(linear: Any, hidden: Tensor) -> Tensor:

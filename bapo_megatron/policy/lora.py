@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
@@ -143,22 +142,17 @@ class Adapter(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Return what the adapters add to the weight's output."""
         a_RI, b_OR = (factor.to(hidden.dtype) for factor in self.factors())
-        if self.entry.expert is not None:
-            return self._expert(hidden, a_RI, b_OR)
-        reduced = F.linear(hidden, a_RI)
         group, axis = self.groups.tensor, self.entry.axis
+        if self.entry.expert is not None:
+            # Expert-tensor ranks have the same tokens, and outputs of ``fc2`` are summed later:
+            # parts of the gradient of what each has whole.
+            sums = partial(_CROSSINGS[0, False], group=self.groups.expert_tensor)
+            a_RI, b_OR = (sums(a_RI), b_OR) if axis == 0 else (a_RI, sums(b_OR))
+            return F.linear(F.linear(hidden, a_RI), b_OR)
+        reduced = F.linear(hidden, a_RI)
         if self.part[1] > 1 and axis is not None:
             reduced = _CROSSINGS[axis, self._is_sequence_parallel](reduced, group=group)
         return F.linear(reduced, b_OR)
-
-    def _expert(self, hidden: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
-        """Expert-tensor ranks have the same tokens; their outputs of ``fc2`` are summed later."""
-        group = self.groups.expert_tensor
-        if self.part[1] == 1:
-            return F.linear(F.linear(hidden, a_RI), b_OR)
-        if self.entry.axis == 0:
-            return F.linear(_WholeWeight.apply(hidden, a_RI, group, False), b_OR)
-        return _WholeWeight.apply(F.linear(hidden, a_RI), b_OR, group, True)
 
     @torch.no_grad()
     def merged(self, base: Tensor) -> Tensor:
@@ -196,29 +190,6 @@ _CROSSINGS: dict[tuple[int, bool], Callable[..., Tensor]] = {
     (1, True): mappings.reduce_scatter_to_sequence_parallel_region,
 }
 """What crosses tensor-parallel ranks between A and B, by axis and ``sequence_parallel``."""
-
-
-class _WholeWeight(torch.autograd.Function):
-    """A linear whose weight every rank of a group holds, with gradients summed over the group.
-
-    Either its input is one of several summands of the whole (``is_part``), or its gradient is.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, group: dist.ProcessGroup, is_part: bool
-    ) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.group, ctx.is_part = group, is_part
-        return F.linear(hidden, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight = ctx.saved_tensors
-        of_weight = (hidden if ctx.is_part else gradient).clone()
-        dist.all_reduce(of_weight, group=ctx.group)
-        left, right = (gradient, of_weight) if ctx.is_part else (of_weight, hidden)
-        return gradient @ weight, left.flatten(0, -2).T @ right.flatten(0, -2), None, None
 
 
 class ChunkAdapters(nn.ModuleList):
