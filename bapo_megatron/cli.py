@@ -50,7 +50,6 @@ COMMANDS = {
     "samples": "Read a step's responses in the terminal, sorted and filtered.",
     "grade": "Score the responses in a file with the rewards of a run.",
     "bounds": "Search the clip bounds for the tokens of an update, as training does.",
-    "plot": "Draw the training dynamics of one or more runs as a PNG.",
     "report": "Write an HTML page about one or more runs: curves, checks, rollouts to read.",
     "convert": "Convert a Hugging Face model to a Megatron checkpoint, or a checkpoint to a model.",
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",

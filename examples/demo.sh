@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Training on one machine without a GPU: tiny model → BAPO with real Megatron-core and real
-# SGLang → figures.   usage: examples/demo.sh PYTHON [SEED] [KEY=VALUE ...]
+# SGLang → report.   usage: examples/demo.sh PYTHON [SEED] [KEY=VALUE ...]
 # The run directory, runs/demo or that of run_dir=…, is replaced if it holds an earlier run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,5 +26,5 @@ rm -rf "$run" # an earlier demo
 "$python" -m bapo_megatron.torchrun --nproc-per-node 2 -m bapo_megatron \
     train configs/demo.yaml "run_dir=$run" "seed=$seed" "model.path=$tiny/model" \
     "data.train.path=$tiny/train.jsonl" "eval.sets=[{path: $tiny/heldout.jsonl, name: heldout}]" "$@"
-"$python" -m bapo_megatron plot "$run" examples/demo_grpo --out "$run/dynamics.png"
-echo "summary: $run/summary.json   figures: $run/dynamics.png   model: $run/hf"
+"$python" -m bapo_megatron report "$run" examples/demo_grpo
+echo "summary: $run/summary.json   report: $run/report.html   model: $run/hf"

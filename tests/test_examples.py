@@ -169,12 +169,10 @@ def test_the_demo_replaces_the_run_directory_that_it_is_given_and_no_other(
     result = demo(tmp_path, commands, "optimizer.lr=0", "run_dir=runs/other")
     assert (result.returncode, result.stderr) == (0, "")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["demo"]
-    train, plot, summary = result.stdout.splitlines()[1:]
+    train, report, summary = result.stdout.splitlines()[1:]
     assert train.startswith("CUDA_VISIBLE_DEVICES=<> ")  # two ranks and a server share no GPU
     assert train.endswith("optimizer.lr=0 run_dir=runs/other")
-    assert (
-        plot == "-m bapo_megatron plot runs/other examples/demo_grpo --out runs/other/dynamics.png"
-    )
+    assert report == "-m bapo_megatron report runs/other examples/demo_grpo"
     assert "runs/other/summary.json" in summary
 
 

@@ -15,7 +15,6 @@ from bapo_megatron.evaluation.estimators import PairedDifference, holm
 from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.telemetry.console import rich_table, say, uncut_console
 from bapo_megatron.tools.compare import GroupScore, compare_groups, group_scores, read_group
-from bapo_megatron.tools.plot import draw_dynamics
 from bapo_megatron.tools.sweep.file import Sweep, load_sweep
 from bapo_megatron.tools.sweep.run import run_sweep, slurm_script
 
@@ -53,10 +52,7 @@ def command(
         typer.echo(text)
     elif scores:
         print_table(sweep, scores, settings, uncut_console())
-    if scores:
-        finished = [run.run_dir for run in sweep.runs if run.is_finished]
-        draw_dynamics(finished, directory / "sweep.png")
-        say(f"scores: {directory}/sweep.json   figure: {directory}/sweep.png")
+    say(f"scores: {directory}/sweep.json")
     for run in sweep.runs:
         if reason := failures.get(run.label):
             say(f"{run.label} failed: {reason}; log: {run.log}")

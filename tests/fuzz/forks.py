@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 MAX_LINE_CHARS = 600
 _POLL_S = 0.005
 _BROKEN_CASE = 99
-_IMPORTED_LATE = ("bapo_megatron.tools.report.page", "matplotlib.figure", "pandas")
+_IMPORTED_LATE = ("bapo_megatron.tools.report.page", "pandas")
 _ERROR_LINE = re.compile(r"bapo-megatron: (.*)")
 
 

@@ -20,7 +20,7 @@ RUN = "run_dir={files}/run log.console=false"
 REPLAY = "train {intact}/replay.yaml replay={files}/dumps " + RUN
 RESUME = "train {intact}/replay.yaml resume=true " + RUN
 CONVERT = "convert model target"
-PLOT = "plot run --out picture.png"
+REPORT = "report run --out page.html"
 GRADE_AGAIN = "eval --from sums.jsonl --out again"
 COMPARE = "compare eval.json {intact}/eval.json"
 
@@ -264,7 +264,7 @@ def metrics(intact: Path, files: Path, rng: Random) -> Case:
         row, _ = harm.poisoned(row, rng, (harm.pick(rng, names),))
         with path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-    return Case(PLOT, ("metrics.jsonl",), False, "picture.png")
+    return Case(REPORT, ("metrics.jsonl",), False, "page.html")
 
 
 def resumed(intact: Path, files: Path, rng: Random) -> Case:

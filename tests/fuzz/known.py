@@ -21,8 +21,8 @@ from tests.fuzz.kinds import (
     DUMP,
     GRADE_AGAIN,
     METADATA,
-    PLOT,
     REPLAY,
+    REPORT,
     RESUME,
     SHOW,
     SHOW_DUMP,
@@ -276,10 +276,10 @@ FILES = {
     "state without a field": resumed(STATE, edited(STATE, without_layout), "layout"),
     "state with an unknown field": resumed(STATE, edited(STATE, put_at("other", value=1)), "other"),
     "metrics that are not UTF-8": Known(
-        PLOT,
+        REPORT,
         ("metrics.jsonl",),
         written("run/metrics.jsonl", b'{"step": 1, "reward/mean": 1\xff}\n'),
-        target="picture.png",
+        target="page.html",
     ),
     "chain of 2,000 files": Known("config 0.yaml", ("yaml",), chain, "base.yaml"),
     **{
@@ -388,7 +388,6 @@ EVALUATIONS = {
 
 READERS = {
     "report": "report made --out page.html",
-    "plot": "plot made --out picture.png",
     "samples show": "samples show made",
     "compare": "compare {intact}/eval.json made",
 }
@@ -433,7 +432,7 @@ RUNS = {
     **{
         f"config.yaml {what}, in {reader}": run(change, reader, ("config.yaml",))
         for what, change in (("nested deeply", DEEP_YAML), ("of recursive aliases", ALIASED))
-        for reader in ("report", "plot", "samples show")
+        for reader in ("report", "samples show")
     },
     **{
         f"{key} of {str(value)[:9]}, in {reader}": run(
@@ -453,23 +452,16 @@ RUNS = {
     "address that cannot be parsed": run(
         configured("data", "train", "path", value="http://[::1"), is_wrong=False
     ),
-    **{
-        f"rewards of 1e308, in {reader}": run(
-            measured('"step": 1, "reward/mean": 1e308', '"step": 2, "reward/mean": -1e308'),
-            reader,
-            ("metrics.jsonl:1", "reward/mean"),
-        )
-        for reader in ("report", "plot")
-    },
-    "set named $x^$, in plot": run(
-        measured('"step": 1, "eval/$x^$/avg_at_k": 0.5'), "plot", is_wrong=False
+    "rewards of 1e308": run(
+        measured('"step": 1, "reward/mean": 1e308', '"step": 2, "reward/mean": -1e308'),
+        places=("metrics.jsonl:1", "reward/mean"),
     ),
     **{
         f"{name} that is a named pipe, in {reader}": run(piped(name), reader, (name, "named pipe"))
         for name, reader in (
             ("config.yaml", "report"),
             ("config.yaml", "samples show"),
-            ("metrics.jsonl", "plot"),
+            ("metrics.jsonl", "report"),
             ("starts.jsonl", "report"),
             ("eval/start.json", "report"),
             (FIRST_DUMP, "samples show"),

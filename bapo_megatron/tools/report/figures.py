@@ -1,4 +1,4 @@
-"""The curves of the page and of PNGs: what each panel shows, and seeds as one band."""
+"""The curves of the page: what each panel shows, and seeds as one band."""
 
 import math
 from collections.abc import Mapping, Sequence
