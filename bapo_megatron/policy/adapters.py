@@ -1,7 +1,5 @@
 """The low-rank adapters of a model, as a table and as PEFT's files; imports no torch."""
 
-import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +24,7 @@ _GATE_UP = "gate_up_proj"
 _MERGE = "save the merged model (PEFT's merge_and_unload) and train from it, or choose another one"
 _HARMLESS_FIELDS = (
     *("base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config"),
-    *("inference_mode", "lora_dropout", "ensure_weight_tying", "eva_config"),
+    *("inference_mode", "lora_dropout", "ensure_weight_tying", "eva_config", "exclude_modules"),
     # For what _OFF_FIELDS rule out.
     *("layers_pattern", "megatron_core", "qalora_group_size"),
 )
@@ -138,7 +136,6 @@ class PeftJson(BaseModel):
     init_lora_weights: Literal[True, False, None, "gaussian", "orthogonal", "eva", "mica"] = True
     """How A and B began; with pissa, olora and others the base is another one, too."""
     target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
     target_parameters: list[str] | None = None
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
@@ -160,31 +157,9 @@ class PeftJson(BaseModel):
                     f"{shown_value(value)}"
                 )
 
-    def check_tensors(self, names: Iterable[str]) -> None:
-        """Raise a ``ValueError`` for a tensor that is no A or B, or whose module is left out."""
-        targets = None if self.target_parameters else self.target_modules
-        for name in names:
-            module, _, kind = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
-            if not module or kind not in ("A.weight", "B.weight"):
-                raise ValueError(
-                    f"{name} is no A or B of a linear; if it is the base's own, save the adapter "
-                    f"with save_embedding_layers=False, otherwise {_MERGE}"
-                )
-            is_target = targets is None or _matches(module, targets)
-            if not is_target or _matches(module, self.exclude_modules or []):
-                key = "exclude_modules" if is_target else "target_modules"
-                raise ValueError(f"{name} belongs to a module that {key!r} leaves out; {_MERGE}")
 
-
-def _matches(module: str, patterns: list[str] | str) -> bool:
-    """Return whether PEFT's pattern, or list of last parts of names, names a module."""
-    if isinstance(patterns, str):
-        return patterns == "all-linear" or re.fullmatch(patterns, module) is not None
-    return any(f".{module}".endswith(f".{name}") for name in patterns)
-
-
-def check_adapter(directory: Path, config: LoraConfig, hf: HfConfig) -> PeftJson:
-    """Return what a PEFT directory says; refuse another kind, rank or alpha than ``config``'s.
+def check_adapter(directory: Path, config: LoraConfig, hf: HfConfig) -> None:
+    """Refuse a PEFT directory of another kind, rank or alpha than ``config``'s.
 
     Raises:
         ConfigError: Key, rule, value and remedy.
@@ -209,7 +184,6 @@ def check_adapter(directory: Path, config: LoraConfig, hf: HfConfig) -> PeftJson
                 f"model.lora.{key}: must be {expected:g}, that of '{directory}', got {actual:g}; "
                 "set it to that, or choose another model.lora.path"
             )
-    return fields
 
 
 def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -324,19 +323,18 @@ def load_adapter(directory: Path, lora: Lora, hf: HfConfig, groups: ProcessGroup
         OSError: It cannot be read.
     """
     config = lora.config
-    fields = check_adapter(directory, config, hf)
+    check_adapter(directory, config, hf)
     weights = directory / ADAPTER_NAME
     try:
         with safe_open(weights, framework="pt") as reader:
             shapes = {name: reader.get_slice(name).get_shape() for name in reader.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{weights}: not readable ({error}); restore it") from error
-    try:
-        fields.check_tensors(shapes)
-    except (ValueError, re.error) as error:
-        raise ValueError(f"{directory}: {error}") from error
     expected_shapes = {n: s for w in adapter_table(hf, config) for n, s in hf_shapes(w, hf).items()}
-    remedy = "set model.lora.targets to the linears that it adapts, or choose another adapter"
+    remedy = (
+        "set model.lora.targets to the linears that it adapts, or save it without other tensors "
+        "(save_embedding_layers=False)"
+    )
     check_shapes(shapes, expected_shapes, directory, remedy)
     load_weights(lora.parameters(), hf, dict.fromkeys(shapes, weights), groups)
 

@@ -91,7 +91,7 @@ def test_adapters_whose_fields_are_used_or_harmless_are_taken(
     adapter = saved_by_peft(model, tmp_path, **fields)
     names = load_file(adapter / "adapter_model.safetensors")
     assert len(names) == 2 * 2 * 7  # A and B of each linear of two layers
-    check_adapter(adapter, LORA, architecture(model)).check_tensors(names)
+    check_adapter(adapter, LORA, architecture(model))
 
 
 def test_every_field_of_the_installed_peft_is_known(model: Path, tmp_path: Path) -> None:
@@ -154,23 +154,6 @@ def test_a_field_that_would_make_another_adapter_is_refused_by_name(
     assert "\n" not in str(info.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"target_modules": ["q_proj", "down_proj"]}, "that 'target_modules' leaves out"),
-        ({"target_modules": r".*\.self_attn\..*"}, "that 'target_modules' leaves out"),
-        ({"exclude_modules": ["layers.1.mlp.up_proj"]}, "that 'exclude_modules' leaves out"),
-        ({"exclude_modules": r".*\.1\..*"}, "that 'exclude_modules' leaves out"),
-        ({"target_modules": "(q_proj"}, "missing ), unterminated subpattern"),
-    ],
-    ids=str,
-)
-def test_tensors_that_peft_would_leave_out_are_refused(
-    model: Path, tmp_path: Path, fields: dict[str, Any], part: str
-) -> None:
-    assert part in refusal(edited(saved_by_peft(model, tmp_path), **fields), model)
-
-
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_saved_embeddings_are_refused_with_how_to_save_without(
     model: Path, tmp_path: Path, name: str
@@ -178,9 +161,8 @@ def test_saved_embeddings_are_refused_with_how_to_save_without(
     path = saved_by_peft(model, tmp_path) / "adapter_model.safetensors"
     save_file({**load_file(path), f"base_model.model.{name}": torch.zeros(97, 32)}, path)
     message = refusal(path.parent, model)
-    assert f"base_model.model.{name} is no A or B of a linear; if it is the base's own" in message
+    assert f"unexpected base_model.model.{name}; set model.lora.targets to" in message
     assert "save_embedding_layers=False" in message
-    assert "targets" not in message
 
 
 def write_random(model: Path, config: LoraConfig, to: Path) -> None:
@@ -218,8 +200,7 @@ def test_peft_computes_with_all_that_is_written_as_with_the_merged_weights(
     assert_within((actual - expected).abs().max().detach(), bound, "logits")
     hf = architecture(model)
     assert peft_obstacle(hf, config) == ""
-    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    check_adapter(tmp_path / "adapter", config, hf).check_tensors(names)
+    check_adapter(tmp_path / "adapter", config, hf)
 
 
 @pytest.mark.parametrize(
