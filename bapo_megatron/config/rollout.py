@@ -67,13 +67,13 @@ def checked_tools[ToolsT: Sequence[Any]](tools: ToolsT) -> ToolsT:
 class SpeculativeConfig(Section):
     """Speculative decoding on GPUs (docs/rollout.md#faster-rollout)."""
 
-    method: Literal["none", "ngram", "draft", "mtp"] = "none"
-    """What proposes tokens, which the policy accepts or replaces: earlier tokens (``ngram``), a
-    smaller model (``draft``), or the multi-token-prediction layers of ``model.path`` (``mtp``)."""
+    method: Literal["none", "draft", "mtp"] = "none"
+    """What proposes tokens, which the policy accepts or replaces: a smaller model (``draft``), or
+    the multi-token-prediction layers of ``model.path`` (``mtp``)."""
     draft_model: AbsolutePath | None = None
     """Directory of the smaller model, with the policy's vocabulary; it is never trained."""
     draft_tokens: int = Field(1, ge=1, le=15)
-    """Tokens proposed per decode step; 1 with ``ngram``."""
+    """Tokens proposed per decode step."""
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:

@@ -259,11 +259,6 @@ class SglangServer:
                 f"--speculative-algorithm={ALGORITHMS[speculative.method]}",
                 # With the token before them.
                 f"--speculative-num-draft-tokens={speculative.draft_tokens + 1}",
-            ]
-        if speculative.method == "ngram":
-            arguments.append("--speculative-ngram-max-bfs-breadth=1")
-        elif speculative.method != "none":
-            arguments += [
                 f"--speculative-draft-model-path={speculative.draft_model or model.path}",
                 "--speculative-draft-load-format=auto",
                 f"--speculative-num-steps={speculative.draft_tokens}",

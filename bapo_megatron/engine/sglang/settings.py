@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bapo_megatron.config.check import check_heads, check_model_dir, check_unique
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 VERSION = "0.5.23"
 """The SGLang that requirements/ installs and the tests run; older servers are refused."""
 
-ALGORITHMS = {"none": None, "ngram": "NGRAM", "draft": "STANDALONE", "mtp": "EAGLE"}
+ALGORITHMS = {"none": None, "draft": "STANDALONE", "mtp": "EAGLE"}
 """SGLang's ``speculative_algorithm`` for each ``rollout.server.speculative.method``."""
 
 SERVERS_KEY = "rollout.servers"
@@ -34,8 +33,6 @@ _KEYED_ARGUMENTS = {"--speculative": "speculative", "--quantization": "quantizat
 """Beginnings of SGLang's arguments that are keys of ``rollout.server``."""
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
 """SGLang's arguments for keys, and the variables to use instead."""
-_DETERMINISTIC_ATTENTION = ("fa3", "fa4", "flashinfer", "triton")
-"""SGLang's attention backends for ``--enable-deterministic-inference`` on NVIDIA's GPUs."""
 
 
 def server_addresses(rollout: RolloutConfig) -> list[str]:
@@ -93,7 +90,6 @@ def check_own_servers(config: RunConfig, *, is_here: bool = True) -> None:
             "got 0 visible GPUs; set rollout.colocated=false"
         )
     _check_extra_args(server.extra_args)
-    _check_deterministic(server.extra_args, is_on_cpu=is_here and not num_gpus)
     fields = check_model_dir(config.model.path)
     check_heads(fields, "rollout.server.tensor", server.tensor)
     window, longest = fields.get("sliding_window", 4096), config.data.max_prompt_tokens
@@ -149,26 +145,6 @@ def _check_extra_args(extra_args: Sequence[str]) -> None:
                 )
 
 
-def _check_deterministic(extra_args: Sequence[str], *, is_on_cpu: bool) -> None:
-    """Check what SGLang would refuse only when a server starts."""
-    words = [word for argument in extra_args for word in argument.split("=", 1)]
-    if "--enable-deterministic-inference" not in words:
-        return
-    if is_on_cpu:
-        raise ConfigError(
-            "rollout.server.extra_args: --enable-deterministic-inference needs a GPU, got 0 "
-            "visible GPUs, where servers use torch_native attention; leave it out, or set "
-            "rollout.engine=local, whose samples are reproducible"
-        )
-    for option, backend in pairwise(words):
-        if option == "--attention-backend" and backend not in _DETERMINISTIC_ATTENTION:
-            raise ConfigError(
-                "rollout.server.extra_args: --attention-backend must be one of "
-                f"{', '.join(_DETERMINISTIC_ATTENTION)} with --enable-deterministic-inference, got "
-                f"{backend}; use triton"
-            )
-
-
 def check_acceleration(config: RunConfig) -> None:
     """Check that speculation and quantization leave usable log-probs and take weight syncs."""
     rollout, algorithm, server = config.rollout, config.algorithm, config.rollout.server
@@ -181,13 +157,6 @@ def check_acceleration(config: RunConfig) -> None:
         )
     if method == "none":
         return
-    if method == "ngram" and server.speculative.draft_tokens > 1:
-        raise ConfigError(
-            "rollout.server.speculative.draft_tokens: must be 1 with method: ngram, got "
-            f"{server.speculative.draft_tokens}: SGLang fills up a longer draft with copies of "
-            "token 0, any of which may be accepted, so that it is sampled too often; set 1, or use "
-            "another method"
-        )
     if server.max_running_requests is None:
         raise ConfigError(
             f"rollout.server.max_running_requests: must be set with speculative.method: {method}, "
@@ -198,8 +167,6 @@ def check_acceleration(config: RunConfig) -> None:
             "algorithm.router_replay: must not be rollout with rollout.server.speculative.method: "
             f"{method}: SGLang may not return the experts of accepted tokens; change one of them"
         )
-    if method == "ngram":
-        return
     # A release keeps no weights, and from disk the draft model would load the policy's.
     for key, refused in (("colocated", True), ("weight_sync.method", "disk")):
         if operator.attrgetter(key)(rollout) == refused:

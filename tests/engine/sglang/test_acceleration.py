@@ -82,11 +82,10 @@ async def sync(client: SglangClient, model_dir: Path) -> None:
     "settings",
     [
         {},
-        {"speculative": {"method": "ngram"}},
         {"speculative": {"method": "draft", "draft_tokens": 3}},
         {"quantization": "fp8"},
     ],
-    ids=["plain", "ngram", "draft", "fp8"],
+    ids=["plain", "draft", "fp8"],
 )
 def test_tokens_are_sampled_from_the_log_probs_that_come_with_them(
     settings: dict[str, dict[str, object]], model_dir: Path, tmp_path: Path

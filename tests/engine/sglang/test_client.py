@@ -255,19 +255,19 @@ async def test_a_refusal_leaves_a_server_of_which_nobody_knows_what_it_holds(pat
             await client.release_memory(1.0)
 
 
-NGRAM = {"settings": ServerConfig(speculative=SpeculativeConfig(method="ngram"))}
-SPECULATES = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 2}
+MTP = {"settings": ServerConfig(speculative=SpeculativeConfig(method="mtp"))}
+SPECULATES = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 2}
 ROUTES = {"returns_routes": True}
 
 
 @pytest.mark.parametrize(
     ("needs", "info", "message"),
     [
-        (NGRAM, SPECULATES, ""),
-        (NGRAM, {"speculative_algorithm": "EAGLE"}, "speculative_algorithm NGRAM .*got EAGLE"),
-        (NGRAM, {"speculative_num_draft_tokens": 12}, "num_draft_tokens 2 .*got 12"),
-        (NGRAM, {"speculative_accept_threshold_acc": 0.9}, "threshold_acc 1.0 .*got 0.9"),
-        (NGRAM, {"quantization": "fp8"}, "must have quantization None .*got fp8"),
+        (MTP, SPECULATES, ""),
+        (MTP, {"speculative_algorithm": "NGRAM"}, "speculative_algorithm EAGLE .*got NGRAM"),
+        (MTP, {"speculative_num_draft_tokens": 12}, "num_draft_tokens 2 .*got 12"),
+        (MTP, {"speculative_accept_threshold_acc": 0.9}, "threshold_acc 1.0 .*got 0.9"),
+        (MTP, {"quantization": "fp8"}, "must have quantization None .*got fp8"),
         (ROUTES, {"enable_return_routed_experts": True}, ""),
         (ROUTES, {}, "start it with --enable-return-routed-experts"),
         ({}, {"enable_return_routed_experts": True}, ""),
@@ -276,7 +276,7 @@ ROUTES = {"returns_routes": True}
 async def test_a_server_that_was_started_otherwise_than_the_run_needs_is_refused(
     needs: dict[str, Any], info: dict[str, object], message: str
 ) -> None:
-    with FakeSglang(info=(SPECULATES if needs is NGRAM else {}) | info) as fake:
+    with FakeSglang(info=(SPECULATES if needs is MTP else {}) | info) as fake:
         refused = pytest.raises(RolloutError, match=f"^{fake.address}: .*{message}")
         async with connected(fake.address, **needs) as client:
             with refused if message else contextlib.nullcontext():

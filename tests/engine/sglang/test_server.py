@@ -218,11 +218,6 @@ def test_a_server_has_an_environment_for_its_device(
     ("server", "expected"),
     [
         (
-            {"speculative": {"method": "ngram"}},
-            "--speculative-algorithm=NGRAM --speculative-num-draft-tokens=2"
-            " --speculative-ngram-max-bfs-breadth=1 --load-format=dummy",
-        ),
-        (
             {"speculative": {"method": "draft", "draft_model": "/small", "draft_tokens": 3}},
             "--speculative-algorithm=STANDALONE --speculative-num-draft-tokens=4"
             " --speculative-num-steps=3 --speculative-eagle-topk=1"

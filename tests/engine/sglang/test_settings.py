@@ -42,7 +42,6 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     return run
 
 
-NGRAM = ("rollout.server.speculative.method=ngram", "rollout.server.max_running_requests=64")
 DRAFT = (
     "rollout.server.speculative={method: draft, draft_model: model, draft_tokens: 3}",
     "rollout.server.max_running_requests=64",
@@ -50,7 +49,6 @@ DRAFT = (
 MTP = ("rollout.server.speculative.method=mtp", "rollout.server.max_running_requests=64")
 FP8 = ("rollout.server.quantization=fp8", "algorithm.behaviour=recomputed")
 CORRECTED = "algorithm.correction.kind=token"
-DETERMINISTIC = "--enable-deterministic-inference"
 
 
 @pytest.mark.parametrize(
@@ -108,10 +106,10 @@ DETERMINISTIC = "--enable-deterministic-inference"
         ),
         (FP8, r"algorithm\.correction\.kind: must not be none .*: fp8"),
         ([*FP8, CORRECTED], r"rollout\.server\.quantization: needs .* got \['Qwen3_5"),
-        (NGRAM[:1], r"rollout\.server\.max_running_requests: must be set .*ngram, got null.* 48"),
+        (MTP[:1], r"rollout\.server\.max_running_requests: must be set .*mtp, got null.* 48"),
         (
-            [*NGRAM, "algorithm.router_replay=rollout"],
-            r"algorithm\.router_replay: must not be rollout .*ngram",
+            [*MTP, "algorithm.router_replay=rollout"],
+            r"algorithm\.router_replay: must not be rollout .*mtp",
         ),
         ([*DRAFT, *COLOCATED], r"rollout\.colocated: must not be true .*draft"),
         (
@@ -131,17 +129,6 @@ DETERMINISTIC = "--enable-deterministic-inference"
             ["rollout.server.extra_args=[--quantization, fp8]"],
             r"rollout\.server\.extra_args: .*set rollout\.server\.quantization",
         ),
-        *(
-            (
-                [f"rollout.server.extra_args=[{DETERMINISTIC}, {backend}]"],
-                r"rollout\.server\.extra_args: --attention-backend must be one of fa3, fa4, .*"
-                r"got torch_native; use triton",
-            )
-            for backend in (
-                "--attention-backend=torch_native",
-                "--attention-backend, torch_native",
-            )
-        ),
     ],
 )
 def test_servers_that_cannot_be_used_or_spoil_log_probs_or_weight_syncs_are_refused(
@@ -153,11 +140,9 @@ def test_servers_that_cannot_be_used_or_spoil_log_probs_or_weight_syncs_are_refu
 
 
 def test_acceleration_passes_where_it_is_exact_or_corrected(check: Check) -> None:
-    for overrides in (NGRAM, DRAFT):
-        check(*overrides, num_gpus=8)
-        with pytest.raises(ConfigError, match=r"without a GPU, got .* likeliest token"):
-            check(*overrides)
-    check(*NGRAM, *COLOCATED, num_gpus=8)
+    check(*DRAFT, num_gpus=8)
+    with pytest.raises(ConfigError, match=r"without a GPU, got .* likeliest token"):
+        check(*DRAFT)
     fields = {"num_attention_heads": 6, "mtp_num_hidden_layers": 1}
     architecture = {"architectures": ["Qwen3ForCausalLM"]}
     Path("model/config.json").write_text(json.dumps(fields | architecture))
@@ -167,22 +152,7 @@ def test_acceleration_passes_where_it_is_exact_or_corrected(check: Check) -> Non
         check(*FP8, CORRECTED)
 
 
-def test_deterministic_inference_needs_a_gpu_and_one_of_sglang_s_backends_for_it(
-    check: Check,
-) -> None:
-    for backend in ("", ", --attention-backend=triton", ", --attention-backend, fa3"):
-        check(f"rollout.server.extra_args=[{DETERMINISTIC}{backend}]", num_gpus=8)
-        check(f"rollout.server.extra_args=[{DETERMINISTIC}{backend}]", is_here=False)
-    check("rollout.server.extra_args=[--attention-backend=torch_native]", num_gpus=8)
-    with pytest.raises(
-        ConfigError, match=r"extra_args: .* needs a GPU, got 0 visible GPUs, .*local"
-    ):
-        check(f"rollout.server.extra_args=[{DETERMINISTIC}]")
-
-
-def test_drafts_are_refused_that_are_not_exact_or_have_no_model(check: Check) -> None:
-    with pytest.raises(ConfigError, match=r"draft_tokens: must be 1 with .*ngram, got 4.*token 0"):
-        check(*NGRAM, "rollout.server.speculative.draft_tokens=4")
+def test_a_draft_model_goes_with_its_method(check: Check) -> None:
     for overrides in ("{method: draft}", "{method: mtp, draft_model: model}"):
         with pytest.raises(ConfigError, match=r"draft_model' must be set with method: draft, and"):
             check(f"rollout.server.speculative={overrides}")
