@@ -129,7 +129,6 @@ class LocalEngine:
 
     @property
     def num_in_flight(self) -> int:
-        """See ``Engine``."""
         return len(self._entries)
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
@@ -193,11 +192,9 @@ class LocalEngine:
             self._decoder.retract()
 
     async def resume(self) -> None:
-        """See ``Engine``."""
         self._is_paused = False
 
     def give_up(self, reason: str) -> None:
-        """See ``Engine``."""
         self._end_all(ServerGoneError(f"{ADDRESS}: {reason}"))
 
     async def version(self, timeout_s: float | None = None) -> str:
@@ -338,7 +335,6 @@ class LocalWeights:
         )
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         self.close()
 
     def close(self) -> None:
@@ -350,7 +346,6 @@ class LocalWeights:
     async def receive(
         self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
-        """See ``WeightControl``."""
         group, limit = self._group, timedelta(seconds=timeout_s)
         assert group is not None, "join_group comes first"
         flat = torch.empty(sum(tensor_sizes(bucket)), dtype=torch.uint8)
@@ -367,7 +362,6 @@ class LocalWeights:
         raise NotImplementedError
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
-        """See ``WeightControl``."""
 
         def read() -> None:
             tensors: dict[str, Tensor] = {}

@@ -44,7 +44,6 @@ class LocalKind:
     model_types = MODEL_TYPES
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
-        """See ``EngineKind``."""
         for key, allowed, reason in _ALLOWED:
             if (value := operator.attrgetter(key)(config.rollout)) not in allowed:
                 raise ConfigError(
@@ -64,7 +63,6 @@ class LocalKind:
             )
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
-        """See ``EngineKind``."""
         from bapo_megatron.engine.local.engine import LocalBackend  # imports torch
 
         return LocalBackend(config.model, config.rollout.local, device)

@@ -132,7 +132,6 @@ class SglangClient:
 
     @property
     def num_in_flight(self) -> int:
-        """See ``Engine``."""
         return len(self._in_flight)
 
     @property
@@ -146,7 +145,6 @@ class SglangClient:
         await self._session.close()
 
     async def stream(self, request: GenerateRequest, sink: CompletionSink) -> None:
-        """See ``Engine``."""
         parser = protocol.StreamParser(request, sink.is_known)
         # Never reused: a repeated id would be answered without tokens. Of equal length: the server
         # aborts by prefix, so "r1" would end "r10" too.
@@ -200,7 +198,6 @@ class SglangClient:
     async def score(
         self, token_ids: Sequence[int], timeout_s: float, *, start: int = 1, top_k: int = 0
     ) -> Scores:
-        """See ``Engine``."""
 
         def parse(answer: dict[str, Any]) -> Scores:
             return protocol.parse_scores(answer, token_ids, start, top_k)
@@ -220,20 +217,17 @@ class SglangClient:
         await self.call("/abort_request", {"abort_all": True}, timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
-        """See ``Engine``."""
         self._is_suspended = True
         for flight in self._in_flight.values():
             flight.num_pauses += mode == "retract"
         await self.call("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """See ``Engine``."""
         await self.call("/continue_generation", {})
         self._is_suspended = False
         self._heard_s = time.monotonic()
 
     def give_up(self, reason: str) -> None:
-        """See ``Engine``."""
         self._is_suspended = False
         for flight in self._in_flight.values():
             flight.expire_in(0.0, reason)
@@ -244,7 +238,6 @@ class SglangClient:
         return str(await self._ask("/model_info", parse, timeout_s=timeout_s))
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        """See ``Engine``."""
         content, headers = await self.call("/server_info", timeout_s=timeout_s)
         with self._checked("/server_info"):
             nccl_settings = json.loads(headers.get(NCCL_HEADER, "{}"))
@@ -268,7 +261,6 @@ class SglangClient:
         await self.resume()
 
     async def release_memory(self, timeout_s: float) -> None:
-        """See ``Engine``."""
         await self._memory_call("/pause_generation", {"mode": "abort"}, timeout_s)
         idle_wait_s = min(_MAX_IDLE_WAIT_S, timeout_s / 2)
         try:
@@ -395,11 +387,9 @@ class SglangWeightControl:
             await self.client.call("/begin_weight_update", _TARGET, timeout_s)
 
     async def close_session(self, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         await self.client.call("/end_weight_update", {}, timeout_s)
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         body = {
             "master_address": place.master_address,
             "master_port": place.master_port,
@@ -411,13 +401,11 @@ class SglangWeightControl:
         await self.client.call("/init_weights_update_group", body, timeout_s)
 
     async def leave_group(self, name: str, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         await self.client.call("/destroy_weights_update_group", {"group_name": name}, timeout_s)
 
     async def receive(
         self, bucket: BucketLayout, group_name: str, *, version: int | None, timeout_s: float
     ) -> None:
-        """See ``WeightControl``."""
         body = {
             "names": list(bucket.names),
             "dtypes": list(bucket.dtypes),
@@ -429,7 +417,6 @@ class SglangWeightControl:
         await self._update("/update_weights_from_distributed", body, version, timeout_s)
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         body = {
             "serialized_named_tensors": list(payloads),
             "load_format": "flattened_bucket",
@@ -438,13 +425,11 @@ class SglangWeightControl:
         await self._update("/update_weights_from_tensor", body, version, timeout_s)
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         # Otherwise a server that was started with dummy weights would load dummy weights.
         body = {"model_path": str(model_dir.absolute()), "load_format": "auto"}
         await self._update("/update_weights_from_disk", body, version, timeout_s)
 
     async def flush_idle(self, timeout_s: float) -> None:
-        """See ``WeightControl``."""
         with contextlib.suppress(RefusedError):  # it has requests, whose cache it keeps
             await self.client.call("/flush_cache", {}, timeout_s)
 

@@ -27,7 +27,6 @@ class SglangKind:
     model_types = None
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
-        """See ``EngineKind``."""
         rollout = config.rollout
         check_acceleration(config)
         if rollout.starts_servers:
@@ -40,7 +39,6 @@ class SglangKind:
             )
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
-        """See ``EngineKind``."""
         from bapo_megatron.engine.sglang.server import SglangBackend
 
         return SglangBackend(config, device, awaits_weights=awaits_weights)

@@ -99,13 +99,11 @@ class SglangServer:
 
     @property
     def address(self) -> str:
-        """See ``EngineServer``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     @property
     def name(self) -> str:
-        """See ``EngineServer``."""
         return f"the SGLang server at {self.address}"
 
     @property
@@ -117,11 +115,9 @@ class SglangServer:
 
     @property
     def is_started(self) -> bool:
-        """See ``EngineServer``."""
         return self._process is not None
 
     def start(self) -> None:
-        """See ``EngineServer``."""
         assert self._process is None, "close comes first"
         self._port_holder = _hold_port(self.host, self.port)
         self.port = self._port_holder.getsockname()[1]
@@ -145,7 +141,6 @@ class SglangServer:
             self._process.stdin.flush()
 
     def exit_reason(self) -> str | None:
-        """See ``EngineServer``."""
         assert self._process is not None, "start comes first"
         status = self._process.poll()
         return None if status is None else describe_exit(status)
@@ -172,7 +167,6 @@ class SglangServer:
         return readiness
 
     def kill(self) -> None:
-        """See ``EngineServer``."""
         process = self._process
         if process is not None and process.poll() is None:
             unlink_shared_files(process.pid, SHARED_FILES)
@@ -285,11 +279,9 @@ class SglangBackend:
             self._keys = ApiKeys.from_environment()
 
     def addresses(self) -> Sequence[str]:
-        """See ``Backend``."""
         return server_addresses(self._config.rollout) or [s.address for s in self.servers]
 
     async def connect(self, address: str) -> Engine:
-        """See ``Backend``."""
         return SglangClient(
             address,
             self._keys,

@@ -61,7 +61,6 @@ class Attention(Mixer):
     title = "attention"
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
-        """See ``Mixer``."""
         weights = [_NORM] if hf.norms_before else []
         weights += [_GATED_QKV if hf.output_gate else _QKV, _OUTPUT]
         weights += [_NORM_AFTER] if hf.norms_after else []
@@ -72,7 +71,6 @@ class Attention(Mixer):
         return (*weights, *(norms if hf.qk_norm else ()))
 
     def dimensions(self, hf: HfConfig) -> dict[str, int]:
-        """See ``Mixer``."""
         return {"heads": hf.num_heads}
 
     def layout_error(self, parallel: ParallelConfig) -> str | None:
@@ -100,7 +98,6 @@ class Attention(Mixer):
         return options
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
-        """See ``Mixer``."""
         from bapo_megatron.policy import local_layers
 
         attention = layer.submodules.self_attention.submodules
@@ -126,7 +123,6 @@ class Attention(Mixer):
         return 0, 2 * hf.num_heads * hf.head_dim
 
     def cached_channels(self, hf: HfConfig) -> int:
-        """See ``Mixer``."""
         return 2 * hf.num_kv_heads * hf.head_dim
 
     def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:

@@ -150,7 +150,6 @@ class Recurrence(Mixer):
         return self.num_values * self.key_dim
 
     def dimensions(self, hf: "HfConfig") -> dict[str, int]:
-        """See ``Mixer``."""
         return {
             "recurrent_keys": self.num_keys,
             "recurrent_values": self.num_values,
@@ -162,7 +161,6 @@ class Recurrence(Mixer):
         }
 
     def layout_error(self, parallel: "ParallelConfig") -> str | None:
-        """See ``Mixer``."""
         count, tensor, context = self.num_groups, parallel.tensor, parallel.context
         if count % (tensor * context) == 0:
             return None
@@ -193,20 +191,16 @@ class NoMixer(Mixer):
     is_mixing = False
 
     def weights(self, hf: "HfConfig") -> "tuple[Weight, ...]":
-        """See ``Mixer``."""
         return ()
 
     def put_into(self, layer: Any, hf: "HfConfig", *, is_fused: bool) -> None:
-        """See ``Mixer``."""
         from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 
         layer.submodules.input_layernorm = layer.submodules.self_attention = IdentityOp
         layer.submodules.self_attn_bda = IdentityFuncOp
 
     def saved(self, share: Share, *, is_recomputed: bool) -> dict[str, float]:
-        """See ``Mixer``."""
         return {}
 
     def context_channels(self, hf: "HfConfig", tensor: int, context: int) -> float:
-        """See ``Mixer``."""
         return 0

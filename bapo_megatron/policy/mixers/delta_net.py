@@ -58,11 +58,9 @@ class DeltaNet(Recurrence):
     needs_sequence_parallel = True
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
-        """See ``Mixer``."""
         return (self.input, *_WEIGHTS)
 
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
-        """See ``Mixer``."""
         return {
             "experimental_attention_variant": "gated_delta_net",
             "linear_attention_freq": [int(mixer is self) for mixer in hf.mixers],
@@ -74,7 +72,6 @@ class DeltaNet(Recurrence):
         }
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
-        """See ``Mixer``."""
         from megatron.core.extensions import transformer_engine as te
         from megatron.core.ssm.gated_delta_net import HAVE_FLA, GatedDeltaNetSubmodules
         from megatron.core.tensor_parallel.layers import RowParallelLinear

@@ -49,14 +49,12 @@ class LatentAttention(Mixer):
     divides_cache = False
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
-        """See ``Mixer``."""
         if not self.query_rank:
             return (_NORM, _QUERY, _DOWN_KEY_VALUE, *_UP_KEY_VALUE, _OUTPUT)
         down = (_DOWN_QUERY, replace(_DOWN_KEY_VALUE, loads_with_previous=True))
         return (_NORM, *down, *_UP_QUERY, *_UP_KEY_VALUE, _OUTPUT)
 
     def dimensions(self, hf: HfConfig) -> dict[str, int]:
-        """See ``Mixer``."""
         return {
             "query_rank": self.query_rank or 0,
             "key_value_rank": self.key_value_rank,
@@ -92,7 +90,6 @@ class LatentAttention(Mixer):
         return {"multi_latent_attention": True, "qk_layernorm": True}
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
-        """See ``Mixer``."""
         from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.identity_op import IdentityOp
 
@@ -118,7 +115,6 @@ class LatentAttention(Mixer):
         multi_latent_attention.TELinear = down  # the name that Megatron compares with
 
     def flops(self, hf: HfConfig) -> tuple[int, int]:
-        """See ``Mixer``."""
         return 0, hf.num_heads * (hf.head_dim + self.value_dim)
 
     def cached_channels(self, hf: HfConfig) -> int:

@@ -52,11 +52,9 @@ class Mamba(Recurrence):
     gates_per_head = 1
 
     def weights(self, hf: HfConfig) -> tuple[Weight, ...]:
-        """See ``Mixer``."""
         return _WEIGHTS
 
     def megatron_options(self, hf: HfConfig) -> dict[str, Any]:
-        """See ``Mixer``."""
         return {
             "mamba_num_heads": self.num_heads,
             "mamba_head_dim": self.value_dim,
@@ -65,7 +63,6 @@ class Mamba(Recurrence):
         }
 
     def put_into(self, layer: Any, hf: HfConfig, *, is_fused: bool) -> None:
-        """See ``Mixer``."""
         from megatron.core.extensions import transformer_engine as te
         from megatron.core.ssm import mamba_mixer
         from megatron.core.tensor_parallel.layers import RowParallelLinear
