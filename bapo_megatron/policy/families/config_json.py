@@ -20,7 +20,8 @@ HARMLESS_FIELDS = (
     *("problem_type", "return_dict", "output_attentions", "output_hidden_states"),
     *("_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
     *("router_aux_loss_coef", "output_router_logits", "cache_implementation"),
-    # Mamba's initialization and kernels.
+    # Second names of Nemotron-H's fields, and Mamba's initialization and kernels.
+    *("rms_norm_eps", "norm_eps", "mamba_num_groups", "mamba_state_dim"),
     *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
     *("use_mamba_kernels", "chunk_size", "num_logits_to_keep", "moe_shared_expert_overlap"),
     # Vision towers and draft layers, whose tensors families name, or are refused.

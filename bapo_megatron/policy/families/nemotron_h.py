@@ -22,9 +22,10 @@ from bapo_megatron.policy.mixers.attention import Attention
 from bapo_megatron.policy.mixers.base import NoMixer
 from bapo_megatron.policy.mixers.mamba import Mamba
 
-_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-"""What ``layers_block_type`` calls the letters of ``hybrid_override_pattern``."""
-_OLD_BLOCKS = {"mamba": "linear_attention", "attention": "full_attention"}
+_KINDS = {"linear_attention": "M mamba", "full_attention": "* attention", "mlp": "-", "moe": "E"}
+"""Blocks of ``layers_block_type``, with their other names in it and in ``hybrid_override_pattern``.
+"""
+_BLOCKS = {name: kind for kind, names in _KINDS.items() for name in (kind, *names.split())}
 _INFINITIES: tuple[Any, ...] = (math.inf, {"__float__": "Infinity"})
 _NAMES = (
     ("model.embed_tokens.", "model.embeddings."),
@@ -42,19 +43,17 @@ class NemotronHJson(ConfigJson):
     hybrid_override_pattern: Annotated[str, Field(pattern=r"^[M*E-]+$")] | None = None
     layers_block_type: list[str] | None = None
     head_dim: Count = Field(128, validation_alias=AliasChoices("head_dim", "attention_head_dim"))
-    rms_norm_eps: Positive | None = None  # type: ignore[assignment]
-    layer_norm_epsilon: Positive | None = None
-    norm_eps: Positive | None = None
+    rms_norm_eps: Positive = Field(
+        1e-5, validation_alias=AliasChoices("layer_norm_epsilon", "rms_norm_eps", "norm_eps")
+    )
     mlp_hidden_act: Literal["relu2"]
     mamba_hidden_act: Literal["silu"] = "silu"
     mamba_num_heads: Count
     mamba_head_dim: Count
-    n_groups: Count = 8
+    n_groups: Count = Field(8, validation_alias=AliasChoices("n_groups", "mamba_num_groups"))
     ssm_state_size: Count
     conv_kernel: Count = 4
     use_conv_bias: Literal[True] = True
-    mamba_num_groups: Count | None = None
-    mamba_state_dim: Count | None = None
     n_routed_experts: Count = 8
     num_experts_per_tok: ExpertsPerToken = 2
     moe_intermediate_size: Channels = 7688
@@ -72,30 +71,22 @@ class NemotronHJson(ConfigJson):
 
 def _blocks(fields: NemotronHJson) -> list[str]:
     named = fields.layers_block_type or [*(fields.hybrid_override_pattern or "")]
-    blocks = [_BLOCKS.get(name, _OLD_BLOCKS.get(name, name)) for name in named]
-    unknown = {*blocks} - {*_BLOCKS.values()}
-    if not blocks or unknown or len(blocks) != (fields.num_hidden_layers or len(blocks)):
+    blocks = [_BLOCKS.get(name, name) for name in named]
+    if (
+        not blocks
+        or {*blocks} - {*_KINDS}
+        or len(blocks) != (fields.num_hidden_layers or len(blocks))
+    ):
         raise ValueError(
             "'layers_block_type' or 'hybrid_override_pattern' must name 'num_hidden_layers' "
-            f"{fields.num_hidden_layers} blocks of {', '.join(_BLOCKS.values())}, got "
+            f"{fields.num_hidden_layers} blocks of {', '.join(_KINDS)}, got "
             f"{len(blocks)} of {', '.join(sorted({*blocks}))}"
         )
     return blocks
 
 
-def _one(fields: NemotronHJson, *names: str) -> Any:
-    """Return the value that fields give, or None; readers of config.json differ in which counts."""
-    values = {getattr(fields, name) for name in names} - {None}
-    if len(values) > 1:
-        raise ValueError(f"{', '.join(map(repr, names))} must be equal, got {sorted(values)}")
-    return values.pop() if values else None
-
-
 def _understand(fields: NemotronHJson) -> HfConfig:
     blocks = _blocks(fields)
-    epsilon = _one(fields, "layer_norm_epsilon", "rms_norm_eps", "norm_eps") or 1e-5
-    _one(fields, "n_groups", "mamba_num_groups")
-    _one(fields, "ssm_state_size", "mamba_state_dim")
     if fields.time_step_limit not in (None, *([0.0, no] for no in _INFINITIES)):
         raise ValueError(f"'time_step_limit' must be [0.0, Infinity], got {fields.time_step_limit}")
     if fields.mamba_num_heads % fields.n_groups:
@@ -104,7 +95,7 @@ def _understand(fields: NemotronHJson) -> HfConfig:
             f"{fields.mamba_num_heads}"
         )
     common = understand_common(
-        fields.model_copy(update={"rms_norm_eps": epsilon, "num_hidden_layers": len(blocks)}),
+        fields.model_copy(update={"num_hidden_layers": len(blocks)}),
         rotary_share=fields.partial_rotary_factor or 1.0,
     )
     mamba = Mamba(
