@@ -223,11 +223,8 @@ class PackedRotaryEmbedding(nn.Module):
         size, rank = group.size(), group.rank()
         angles, parts = angles_S11D[:, :, 0], []
         for length in packed_seq_params.lengths:
-            if size == 1:
-                parts.append(angles[:length])
-            else:
-                chunks = angles[:length].chunk(2 * size)
-                parts += [chunks[rank], chunks[2 * size - 1 - rank]]
+            chunks = angles[:length].tensor_split(2 * size)
+            parts += [chunks[rank], chunks[-1 - rank]]
         return torch.cat(parts)
 
 

@@ -157,10 +157,6 @@ def _scale_embeddings(embedding: nn.Module, args: Any, output: Tensor) -> Tensor
     return output * output.new_tensor(output.shape[-1] ** 0.5)
 
 
-def _is_latent(hf: HfConfig) -> bool:
-    return any(isinstance(mixer, LatentAttention) for mixer in hf.mixer_kinds)
-
-
 def _transformer_config(
     hf: HfConfig,
     model: ModelConfig,
@@ -170,7 +166,8 @@ def _transformer_config(
 ) -> TransformerConfig:
     dtype, num_chunks = DTYPES[model.dtype], parallel.virtual_pipeline
     fused = uses_transformer_engine(groups.device, dtype)
-    config = MLATransformerConfig if _is_latent(hf) else TransformerConfig
+    has_latents = any(isinstance(mixer, LatentAttention) for mixer in hf.mixer_kinds)
+    config = MLATransformerConfig if has_latents else TransformerConfig
     mixers = ChainMap(*(mixer.megatron_options(hf) for mixer in hf.mixer_kinds))
     return config(
         num_layers=hf.num_layers,

@@ -121,7 +121,8 @@ class LocalEngine:
         """In order of arrival."""
         self._arrived: list[Decoding] = []
         self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, "local-engine", _use_threads, (threads,))
+        count = threads or torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(1, "local-engine", torch.set_num_threads, (count,))
         self._is_paused = False
         self._is_closed = False
         self.stepper: Stepper | None = self
@@ -471,12 +472,6 @@ def round_rows(matrix: Tensor, bits: int) -> None:
     values = matrix.float()
     scale = values.abs().amax(dim=-1, keepdim=True) / (2 ** (bits - 1) - 1)
     matrix.copy_((values / scale.clamp(min=1e-30)).round_() * scale)
-
-
-def _use_threads(number: int | None) -> None:
-    """Have the calling thread, and those that begin to compute later, use so many."""
-    if number is not None:
-        torch.set_num_threads(number)
 
 
 async def _in_thread[T](operation: Callable[[], T], what: str, timeout_s: float) -> T:

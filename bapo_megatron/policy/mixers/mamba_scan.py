@@ -13,12 +13,14 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from bapo_megatron.data.micro_batch import context_positions
 from bapo_megatron.policy.local_layers import DividedByRank, PackedSequences
 from bapo_megatron.policy.mixers.delta_rule import (
     causal_conv1d,
@@ -140,8 +142,6 @@ def scan(written: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, cu_seqlens: T
 
 def _tokens_of_rank(cu_seqlens: Tensor, num_tokens: int, size: int, rank: int) -> Tensor:
     """Return which tokens a context-parallel rank has: two chunks of each sequence."""
-    parts = []
-    for start, end in pairwise(cu_seqlens.tolist()):
-        chunks = torch.arange(start, end).chunk(2 * size)
-        parts += [chunks[rank], chunks[2 * size - 1 - rank]]
-    return torch.cat(parts).int().to(cu_seqlens.device)
+    spans = pairwise(cu_seqlens.tolist())
+    parts = [start + context_positions(end - start, rank, size) for start, end in spans]
+    return torch.from_numpy(np.concatenate(parts)).int().to(cu_seqlens.device)
