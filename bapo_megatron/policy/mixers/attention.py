@@ -10,14 +10,10 @@ from typing import Any
 
 from bapo_megatron.config.megatron import ParallelConfig
 from bapo_megatron.policy.architecture import HfConfig, Weight, YarnRope
-from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share, weight
 
-_NORM = Weight(
-    "self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)
-)
-_NORM_AFTER = Weight(
-    "self_attention.linear_proj.post_norm.weight", ("post_attention_layernorm.weight",), ("hidden",)
-)
+_NORM = weight("linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden")
+_NORM_AFTER = weight("linear_proj.post_norm.weight", "post_attention_layernorm.weight", "hidden")
 _QKV = Weight(
     "self_attention.linear_qkv.weight",
     ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -26,9 +22,7 @@ _QKV = Weight(
     "qkv",
 )
 _GATED_QKV = replace(_QKV, shapes=("query+gate hidden", "key hidden", "key hidden"))
-_OUTPUT = Weight(
-    "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ("hidden query",), 1
-)
+_OUTPUT = weight("linear_proj.weight", "self_attn.o_proj.weight", "hidden query", 1)
 _QKV_BIAS = Weight(
     "self_attention.linear_qkv.bias",
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -36,18 +30,15 @@ _QKV_BIAS = Weight(
     0,
     "qkv",
 )
-_OUTPUT_BIAS = Weight("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",), ("hidden",))
-_QK_NORM = (
-    Weight("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ("head",)),
-    Weight("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ("head",)),
+_OUTPUT_BIAS = weight("linear_proj.bias", "self_attn.o_proj.bias", "hidden")
+_QK_NORM = tuple(
+    weight(f"{part}_layernorm.weight", f"self_attn.{part}_norm.weight", "head") for part in "qk"
 )
 _JOINT_QK_NORM = tuple(
     replace(norm, shapes=(channels,), axis=0)
     for norm, channels in zip(_QK_NORM, ("query", "key"), strict=True)
 )
-
-
-_SINKS = Weight("self_attention.core_attention.softmax_offset", ("self_attn.sinks",), ("heads",), 0)
+_SINKS = weight("core_attention.softmax_offset", "self_attn.sinks", "heads", 0)
 
 
 @dataclass(frozen=True)

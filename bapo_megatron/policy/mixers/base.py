@@ -9,11 +9,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bapo_megatron.policy.architecture import Weight
+
 if TYPE_CHECKING:
     from bapo_megatron.config.megatron import ParallelConfig
-    from bapo_megatron.policy.architecture import HfConfig, Weight
+    from bapo_megatron.policy.architecture import HfConfig
 
 FLOAT32_BYTES = 4
+
+
+def weight(megatron: str, hf: str, shape: str, axis: int | None = None, **options: Any) -> Weight:
+    """Return a mixer's ``Weight`` of one Hugging Face tensor; Megatron calls it an attention's."""
+    return Weight(f"self_attention.{megatron}", (hf,), (shape,), axis, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Mixer(ABC):
     """Whether all layers of a model have it, so that Megatron's checkpoints stack them."""
 
     @abstractmethod
-    def weights(self, hf: "HfConfig") -> "tuple[Weight, ...]":
+    def weights(self, hf: "HfConfig") -> tuple[Weight, ...]:
         """Return its weights, with the norm before it, under names that lack the layer."""
 
     def dimensions(self, hf: "HfConfig") -> dict[str, int]:
@@ -190,7 +197,7 @@ class NoMixer(Mixer):
     title = "layers without a token mixer"
     is_mixing = False
 
-    def weights(self, hf: "HfConfig") -> "tuple[Weight, ...]":
+    def weights(self, hf: "HfConfig") -> tuple[Weight, ...]:
         return ()
 
     def put_into(self, layer: Any, hf: "HfConfig", *, is_fused: bool) -> None:

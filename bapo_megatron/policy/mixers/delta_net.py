@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bapo_megatron.policy.architecture import HfConfig, Weight
-from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share, weight
 
 _SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 
@@ -24,24 +24,19 @@ def delta_input(hf: Mapping[str, str], form: Literal["sections", "sections_by_he
 
 
 _WEIGHTS = (
-    Weight("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
-    Weight(
-        "self_attention.conv1d.weight",
-        ("linear_attn.conv1d.weight",),
-        ("recurrent_keys+recurrent_keys+recurrent_values one kernel",),
+    weight("in_proj.layer_norm_weight", "input_layernorm.weight", "hidden"),
+    weight(
+        "conv1d.weight",
+        "linear_attn.conv1d.weight",
+        "recurrent_keys+recurrent_keys+recurrent_values one kernel",
         0,
-        "sections",
+        form="sections",
         sections=_SECTIONS[:3],
     ),
-    Weight("self_attention.dt_bias", ("linear_attn.dt_bias",), ("recurrent_heads",), 0),
-    Weight("self_attention.A_log", ("linear_attn.A_log",), ("recurrent_heads",), 0),
-    Weight("self_attention.out_norm.weight", ("linear_attn.norm.weight",), ("recurrent_head",)),
-    Weight(
-        "self_attention.out_proj.weight",
-        ("linear_attn.out_proj.weight",),
-        ("hidden recurrent_values",),
-        1,
-    ),
+    weight("dt_bias", "linear_attn.dt_bias", "recurrent_heads", 0),
+    weight("A_log", "linear_attn.A_log", "recurrent_heads", 0),
+    weight("out_norm.weight", "linear_attn.norm.weight", "recurrent_head"),
+    weight("out_proj.weight", "linear_attn.out_proj.weight", "hidden recurrent_values", 1),
 )
 
 

@@ -8,26 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bapo_megatron.policy.architecture import HfConfig, Weight, YarnRope
-from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share
-
-
-def _weight(megatron: str, hf: str, shape: str, axis: int | None = None) -> Weight:
-    return Weight(f"self_attention.{megatron}", (f"self_attn.{hf}.weight",), (shape,), axis)
-
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer, Share, weight
 
 _NORM = Weight("input_layernorm.weight", ("input_layernorm.weight",), ("hidden",))
-_QUERY = _weight("linear_q_proj.weight", "q_proj", "query hidden", 0)
-_DOWN_QUERY = _weight("linear_q_down_proj.weight", "q_a_proj", "query_rank hidden")
-_DOWN_KEY_VALUE = _weight("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "latent hidden")
+_QUERY = weight("linear_q_proj.weight", "self_attn.q_proj.weight", "query hidden", 0)
+_DOWN_QUERY = weight("linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "query_rank hidden")
+_DOWN_KEY_VALUE = weight(
+    "linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "latent hidden"
+)
 _UP_QUERY = (
-    _weight("linear_q_up_proj.layer_norm_weight", "q_a_layernorm", "query_rank"),
-    _weight("linear_q_up_proj.weight", "q_b_proj", "query query_rank", 0),
+    weight("linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", "query_rank"),
+    weight("linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "query query_rank", 0),
 )
 _UP_KEY_VALUE = (
-    _weight("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "key_value_rank"),
-    _weight("linear_kv_up_proj.weight", "kv_b_proj", "key_value key_value_rank", 0),
+    weight(
+        "linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "key_value_rank"
+    ),
+    weight("linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "key_value key_value_rank", 0),
 )
-_OUTPUT = _weight("linear_proj.weight", "o_proj", "hidden value", 1)
+_OUTPUT = weight("linear_proj.weight", "self_attn.o_proj.weight", "hidden value", 1)
 
 
 @dataclass(frozen=True)

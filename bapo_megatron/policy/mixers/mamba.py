@@ -4,42 +4,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_megatron.policy.architecture import HfConfig, Weight
-from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share
+from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Recurrence, Share, weight
 
 _SECTIONS = ("z", "x", "B", "C", "dt")
 _CONVOLVED = "recurrent_values+recurrent_keys+recurrent_keys"
 _WEIGHTS = (
-    Weight("self_attention.in_proj.layer_norm_weight", ("input_layernorm.weight",), ("hidden",)),
-    Weight(
-        "self_attention.in_proj.weight",
-        ("mamba.in_proj.weight",),
-        (f"recurrent_values+{_CONVOLVED}+recurrent_heads hidden",),
+    weight("in_proj.layer_norm_weight", "input_layernorm.weight", "hidden"),
+    weight(
+        "in_proj.weight",
+        "mamba.in_proj.weight",
+        f"recurrent_values+{_CONVOLVED}+recurrent_heads hidden",
         0,
-        "sections",
+        form="sections",
         sections=_SECTIONS,
     ),
     *(
-        Weight(
-            f"self_attention.conv1d.{part}",
-            (f"mamba.conv1d.{part}",),
-            (f"{_CONVOLVED}{rest}",),
+        weight(
+            f"conv1d.{part}",
+            f"mamba.conv1d.{part}",
+            f"{_CONVOLVED}{rest}",
             0,
-            "sections",
+            form="sections",
             sections=_SECTIONS[1:4],
         )
         for part, rest in (("weight", " one kernel"), ("bias", ""))
     ),
-    *(
-        Weight(f"self_attention.{name}", (f"mamba.{name}",), ("recurrent_heads",), 0)
-        for name in ("dt_bias", "A_log", "D")
-    ),
-    Weight("self_attention.norm.weight", ("mamba.norm.weight",), ("recurrent_values",), 0),
-    Weight(
-        "self_attention.out_proj.weight",
-        ("mamba.out_proj.weight",),
-        ("hidden recurrent_values",),
-        1,
-    ),
+    *(weight(name, f"mamba.{name}", "recurrent_heads", 0) for name in ("dt_bias", "A_log", "D")),
+    weight("norm.weight", "mamba.norm.weight", "recurrent_values", 0),
+    weight("out_proj.weight", "mamba.out_proj.weight", "hidden recurrent_values", 1),
 )
 
 
