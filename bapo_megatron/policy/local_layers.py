@@ -420,18 +420,21 @@ class PackedCausalAttention(DividedByRank):
 
 
 def swiglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
-    """Return silu(gate) · up, [N, F]; also in place of Megatron's ``bias_swiglu_impl``."""
-    return _KeepsInputs.apply(partial(_gated, F.silu), gate_up_N2F)
+    """Return silu(gate) · up, [N, F]; also in place of Megatron's ``bias_swiglu_impl``.
+
+    The backward pass keeps the input alone. Autograd would keep silu(gate) and up as well, and
+    concatenate the gradients of the two halves.
+    """
+    return _Gated.apply(gate_up_N2F, F.silu, torch.ops.aten.silu_backward.grad_input)
 
 
 def geglu(gate_up_N2F: Tensor, *_: Any) -> Tensor:
-    """Return gelu(gate) · up, [N, F], in place of Megatron's ``bias_geglu_impl``."""
-    return _KeepsInputs.apply(partial(_gated, partial(F.gelu, approximate="tanh")), gate_up_N2F)
+    """Return gelu(gate) · up, as ``swiglu``, in place of Megatron's ``bias_geglu_impl``."""
+    return _Gated.apply(gate_up_N2F, _gelu, _gelu_backward)
 
 
-def _gated(activate: Callable[[Tensor], Tensor], gate_up_N2F: Tensor) -> Tensor:
-    gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-    return activate(gate_NF) * up_NF
+_gelu = partial(F.gelu, approximate="tanh")
+_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
 
 
 def weighted_swiglu(gate_up_N2F: Tensor, _bias: None, weights_N1: Tensor, *_: Any) -> Tensor:
@@ -454,7 +457,7 @@ def weighted_clamped_swiglu(
 ) -> Tensor:
     """Return gpt-oss's gate σ(1.702 gate) (up + offset) · weight of clamped gate and up, [N, F].
 
-    In place of Megatron's ``weighted_bias_quick_geglu_impl``.
+    In place of Megatron's ``weighted_bias_quick_geglu_impl``; it keeps the input alone, too.
     """
 
     def clamped(gate_up_N2F: Tensor) -> Tensor:
@@ -465,6 +468,28 @@ def weighted_clamped_swiglu(
     gate_up_N2F = gate_up_N2F if bias_2F is None else gate_up_N2F + bias_2F
     inner_NF: Tensor = _KeepsInputs.apply(clamped, gate_up_N2F)
     return (inner_NF * weights_N1).to(gate_up_N2F.dtype)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, gate_up_N2F: Tensor, activate: Callable[[Tensor], Tensor], backward: Any
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up_N2F)
+        ctx.activate, ctx.of_activation = activate, backward
+        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+        return activate(gate_NF).mul_(up_NF)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up_N2F,) = ctx.saved_tensors
+        gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+        gradient_N2F = torch.empty_like(gate_up_N2F)
+        of_gate_NF, of_up_NF = gradient_N2F.chunk(2, dim=-1)
+        torch.mul(gradient_NF, ctx.activate(gate_NF), out=of_up_NF)
+        ctx.of_activation(gradient_NF * up_NF, gate_NF, grad_input=of_gate_NF)
+        return gradient_N2F, None, None
 
 
 def normalised(linear: Any, hidden: Tensor) -> Tensor:
