@@ -152,7 +152,8 @@ def _head_norms(share: Share) -> float:
     if hf.joint_qk_norm:
         is_copied = hf.num_kv_heads > share.tensor
         channels = (hf.num_heads + hf.num_kv_heads) * hf.head_dim
-        return is_copied * share.divided(channels) + 2 * FLOAT32_BYTES
+        inverses = 2 * FLOAT32_BYTES * (share.tensor == 1)  # of divided norms they are not kept
+        return is_copied * share.divided(channels) + inverses
     copied = hf.num_heads if hf.num_kv_heads > share.tensor else 0
     if not share.is_local:
         # With adapters none: they were for the norm's own gradient.
