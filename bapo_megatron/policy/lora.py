@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.models.gpt import GPTModel
