@@ -68,6 +68,15 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
         )
     if config.checkpoint.best:
         _check_best(config)
+    rounds = config.rollout.engine == "local" and config.rollout.local.sampling_bits
+    if config.sends_adapters and (rounds or not config.model.lora.rank):
+        where = (
+            "local.sampling_bits, which rounds" if rounds else "model.lora.rank: 0, which has none"
+        )
+        raise ConfigError(
+            f"rollout.weight_sync.adapters: must not be adapter with {where}; set merged, or leave "
+            "it out"
+        )
 
 
 def _require_below(config: RunConfig, key: str, limit_key: str, *, or_equal: bool = False) -> None:

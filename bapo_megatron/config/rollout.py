@@ -155,6 +155,10 @@ class WeightSyncConfig(Section):
     method: Literal["broadcast", "disk", "tensor"] = "broadcast"
     """``broadcast``: a collective group of rank 0 and all servers; ``disk``: a directory that they
     share; ``tensor``: shared memory, for servers on rank 0's node."""
+    adapters: Literal["merged", "adapter"] | None = None
+    """With ``model.lora``, send the ``merged`` weights, or each ``adapter`` alone, which the engine
+    adds to the base that it has read from ``model.path``. Null: ``adapter`` with the engine local
+    (without ``sampling_bits``), else merged."""
     in_flight: Literal["abort", "retract", "in_place"] = "abort"
     """Requests in flight are ``abort``ed and resumed with what they had; or the servers pause:
     ``retract`` recomputes their KV cache under the new weights, ``in_place`` keeps the old one, so

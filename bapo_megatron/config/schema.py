@@ -387,6 +387,15 @@ class RunConfig(Section):
         reference = self.algorithm.kl.reference
         return self.model.lora.rank > 0 and reference.path is None and not reference.update_every
 
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether weight syncs send adapters alone, not merged weights."""
+        rollout = self.rollout
+        if rollout.weight_sync.adapters is not None:
+            return rollout.weight_sync.adapters == "adapter"
+        has_adapters = self.model.lora.rank > 0
+        return has_adapters and rollout.engine == "local" and not rollout.local.sampling_bits
+
     @field_validator("rollout")
     @classmethod
     def _default_verification(cls, rollout: RolloutConfig, info: ValidationInfo) -> RolloutConfig:

@@ -117,6 +117,15 @@ class Model:
         local = local_weights(self.chunks, self.hf, self.groups)
         return self.lora.metrics(local, self.hf, self.groups)
 
+    def gather_adapters(
+        self, table: Sequence[Weight] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield A and B, float32, under PEFT's names; see ``weight_export.gather_weights``."""
+        assert self.lora is not None
+        table = adapter_table(self.hf, self.lora.config) if table is None else table
+        local = dict(self.lora.parameters())
+        return weight_export.gather_weights(local, self.hf, self.groups, table, dtype=torch.float32)
+
     def forward_only[Result](
         self, micro_batches: Sequence[MicroBatch], fn: Callable[[Tensor, MicroBatch], Result]
     ) -> list[Result]:
@@ -165,19 +174,15 @@ class Model:
                 for _ in weights:
                     pass
 
-    def export_adapter(self, directory: Path) -> None:
+    def export_adapter(self, directory: Path, *, durable: bool = True) -> None:
         """Write the adapters as PEFT does, complete or not at all; see ``export_hf``."""
         assert self.lora is not None
         self.finish_weights()
-        table = adapter_table(self.hf, self.lora.config)
-        local = dict(self.lora.parameters())
-        tensors = weight_export.gather_weights(
-            local, self.hf, self.groups, table, dtype=torch.float32
-        )
+        tensors = self.gather_adapters()
         with fail_together(self.groups):
             try:
                 if self.groups.rank == 0:
-                    with atomic_directory(directory) as temporary:
+                    with atomic_directory(directory, durable=durable) as temporary:
                         base = self.model_dir
                         write_adapter(tensors, self.hf, self.lora.config, base, temporary)
             finally:

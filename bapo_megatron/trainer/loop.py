@@ -131,7 +131,13 @@ class Run:
         self.checkpoints = Checkpoints(config, state, opening.source)
         self.progress = self.checkpoints.progress
         score = partial(score_probes, state.model, config.ops, shape)
-        sync = WeightSync(config.rollout.weight_sync, config.run_dir, score, groups.device)
+        sync = WeightSync(
+            config.rollout.weight_sync,
+            config.run_dir,
+            score,
+            groups.device,
+            sends_adapters=config.sends_adapters,
+        )
         self.generation = Generation(config, state, opening, sync, stopping)
         self._sinks: MetricsSinks | None = None
         self._has_evaluation = bool(config.eval.sets) and self.generation.has_servers

@@ -114,6 +114,13 @@ def open_source(
             say("replay has no server: eval.sets are not evaluated")
         return ReplaySource(config.replay.dumps)
 
+    asks = config.rollout.weight_sync.adapters is None
+    if asks and config.model.lora.rank and not config.sends_adapters:
+        reason = "it decodes with adapters at an unmeasured speed"
+        if config.rollout.engine == "local":
+            reason = "rollout.local.sampling_bits rounds the weights"
+        say(f"merged weights are sent to the engine: {reason} (rollout.weight_sync.adapters)")
+
     def on_progress(text: str) -> None:
         progress.update(text)
         pulse.beat()

@@ -3,7 +3,7 @@
 Rank 0 calls the collector (``receive``), which chooses the servers and removes those that fail.
 With the ranks of its replica it gathers the weights bucket by bucket, so that no rank holds the
 whole model, and sends each bucket to the servers through a transport; meanwhile all other ranks
-wait outside the model's collectives, for as long as a server takes. With
+wait outside the model's collectives, for as long as a server takes. Adapters are one bucket. With
 ``rollout.weight_sync.method: disk`` there is no transport: all ranks write a directory, which the
 servers load.
 """
@@ -42,6 +42,7 @@ from bapo_megatron.engine.collective import (
     unpack,
 )
 from bapo_megatron.errors import RolloutError
+from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import plan_buckets, stored_dtype
@@ -96,10 +97,17 @@ class WeightSync:
     """Keeps the servers' weights equal to the policy's."""
 
     def __init__(
-        self, config: WeightSyncConfig, run_dir: Path, score: Scorer, device: torch.device
+        self,
+        config: WeightSyncConfig,
+        run_dir: Path,
+        score: Scorer,
+        device: torch.device,
+        *,
+        sends_adapters: bool = False,
     ) -> None:
         """Choose the transport; ``disk`` keeps the newest version in ``<run_dir>/weights``."""
         self._config = config
+        self._sends_adapters = sends_adapters
         self._score = score
         self._root = run_dir / "weights"
         self._transport: Transport | None = None
@@ -155,10 +163,12 @@ class WeightSync:
         if self._transport is None:
             model_dir = self._root / f"version_{version:08d}"
             if version != self._version:
-                model.export_hf(model_dir, durable=False)
+                export = model.export_adapter if self._sends_adapters else model.export_hf
+                export(model_dir, durable=False)
             return 0 if collector is None else self._load(model_dir, collector, version)
         model.finish_weights()
-        buckets = WeightBuckets(model, self._config.bucket_mb * _BYTES_PER_MB)
+        max_bytes = self._config.bucket_mb * _BYTES_PER_MB
+        buckets = WeightBuckets(model, max_bytes, holds_adapters=self._sends_adapters)
         if collector is None:
             buckets.follow()
             return 0
@@ -193,11 +203,20 @@ class Bucket(NamedTuple):
 class WeightBuckets:
     """The buckets of a model's weights; rank 0 drives, all other ranks call ``follow``."""
 
-    def __init__(self, model: Model, max_bytes: int) -> None:
-        """Plan buckets of ``max_bytes``, or one larger parameter, equally on all ranks."""
+    def __init__(self, model: Model, max_bytes: int, *, holds_adapters: bool = False) -> None:
+        """Plan buckets of ``max_bytes``, or one larger parameter, equally on all ranks.
+
+        Adapters are one bucket in float32, because engines load them whole.
+        """
         self._model = model
+        self._gather = model.gather_weights
         self._dtype: torch.dtype = model.chunks[0].config.params_dtype
-        self._plan = plan_buckets(weight_table(model.hf), model.hf, self._dtype, max_bytes)
+        if holds_adapters:
+            assert model.lora is not None, "refused by RunConfig"
+            self._gather, self._dtype = model.gather_adapters, torch.float32
+            self._plan = [adapter_table(model.hf, model.lora.config)]
+        else:
+            self._plan = plan_buckets(weight_table(model.hf), model.hf, self._dtype, max_bytes)
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -214,7 +233,7 @@ class WeightBuckets:
             dtypes |= dict.fromkeys(weight.hf, name)
         layout = BucketLayout(tuple(shapes), tuple(dtypes.values()), tuple(shapes.values()))
         flat = torch.empty(sum(tensor_sizes(layout)), dtype=torch.uint8, device=model.groups.device)
-        weights = model.gather_weights(self._plan[number])
+        weights = self._gather(self._plan[number])
         for (name, target), (gathered, tensor) in zip(unpack(layout, flat), weights, strict=True):
             assert name == gathered, "weights come in the order of the table"
             target.copy_(tensor)
@@ -227,7 +246,7 @@ class WeightBuckets:
     def follow(self) -> None:
         """Take part in every ``gather`` of rank 0, until ``end``."""
         while (message := broadcast_bytes(None, self._model.groups)) != _END:
-            for _ in self._model.gather_weights(self._plan[int(message)]):
+            for _ in self._gather(self._plan[int(message)]):
                 pass
 
 

@@ -50,6 +50,7 @@ RESPONSE, BACKEND = "rollout.max_response_tokens", "rollout.weight_sync.backend"
 TOP = "algorithm.centering.top_k"
 TENSOR, CONTEXT = "parallel.tensor", "parallel.context"
 SAVES, SET = "checkpoint.every_steps", "eval.sets=[{path: train.jsonl,%s}]"
+ADAPTERS, RANK = "rollout.weight_sync.adapters", "model.lora.rank"
 EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
 
 
@@ -96,6 +97,12 @@ EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
         ("model.path=missing", "model.path", "no such directory"),
         ("model.path=empty", "model.path", "has no config.json"),
         ("optimizer.schedule=cosine optimizer.min_lr=1", "optimizer.min_lr", "lr = 1e-06, got 1;"),
+        (f"{ADAPTERS}=adapter", ADAPTERS, "model.lora.rank: 0, which has none; set merged"),
+        (
+            f"{ADAPTERS}=adapter rollout.engine=local rollout.local.sampling_bits=4 {RANK}=2",
+            ADAPTERS,
+            "local.sampling_bits, which rounds",
+        ),
         (f"{WARMUP}=13 train.steps=3 {EPOCHS}=2", WARMUP, "the run's 12 updates"),
     ],
 )
@@ -109,6 +116,25 @@ def test_each_rule_names_key_rule_value_and_remedy(check, overrides, key, word):
     assert word in message
     assert ";" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sends_adapters"),
+    [
+        ([], False),
+        ([f"{RANK}=2"], False),
+        ([f"{RANK}=2", f"{ADAPTERS}=adapter"], True),
+        (["rollout.engine=local"], False),
+        (["rollout.engine=local", f"{RANK}=2"], True),
+        (["rollout.engine=local", f"{RANK}=2", f"{ADAPTERS}=merged"], False),
+        (["rollout.engine=local", f"{RANK}=2", "rollout.local.sampling_bits=8"], False),
+    ],
+)
+@pytest.mark.usefixtures("check")
+def test_adapters_are_sent_alone_where_that_costs_no_decoding_speed_or_if_asked_for(
+    overrides, sends_adapters
+):
+    assert load_config(Path("run.yaml"), overrides).sends_adapters == sends_adapters
 
 
 @pytest.mark.parametrize(

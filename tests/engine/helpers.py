@@ -16,9 +16,13 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.record import Completion, join
 from bapo_megatron.engine.base import CompletionSink
+from bapo_megatron.policy.adapters import adapter_table, peft_fields
+from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.policy.weight_table import hf_shapes
 from bapo_megatron.types import FinishReason
 from examples.tiny.model import build_tokenizer
 from tests.policy.tiny_models import load_reference, make_model
@@ -79,6 +83,34 @@ def change_weights(model_dir: Path, directory: Path) -> Path:
     index = {"metadata": {}, "weight_map": files}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return directory
+
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def write_adapter(model_dir: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, Path]:
+    """Write random adapters of all linears, and the model that has them merged in float64."""
+    hf = read_hf_config_file(model_dir / "config.json")
+    draw = torch.Generator().manual_seed(seed)
+    factors = {
+        name: 0.1 * torch.randn(shape, generator=draw)
+        for weight in adapter_table(hf, LORA)
+        for name, shape in hf_shapes(weight, hf).items()
+    }
+    shutil.copytree(model_dir, merged)
+    tensors = load_file(model_dir / "model.safetensors")
+    for name, b in factors.items():
+        if name.endswith("lora_B.weight"):
+            a = factors[name.replace("lora_B", "lora_A")]
+            base = name.removeprefix("base_model.model.").replace("lora_B.", "")
+            delta = 2.0 * b.double() @ a.double()
+            tensors[base] = (tensors[base].double() + delta).float()
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter.mkdir()
+    save_file(factors, adapter / "adapter_model.safetensors")
+    fields = json.dumps(peft_fields(hf, LORA, model_dir))
+    (adapter / "adapter_config.json").write_text(fields)
+    return adapter, merged
 
 
 @functools.cache

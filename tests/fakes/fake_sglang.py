@@ -37,6 +37,10 @@ INFO = {
     "speculative_accept_threshold_single": 1.0,
     "speculative_accept_threshold_acc": 1.0,
     "quantization": None,
+    "load_format": "auto",
+    "enable_lora": False,
+    "max_lora_rank": None,
+    "lora_target_modules": None,
 }
 """What a server says of itself."""
 

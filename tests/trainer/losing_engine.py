@@ -1,5 +1,7 @@
-"""A local engine that accepts new weights and, after the first ones, keeps the old."""
+"""Local engines with faults in their weight syncs."""
 
+import os
+import signal
 from collections.abc import Callable
 
 from bapo_megatron.config.schema import RunConfig
@@ -7,21 +9,44 @@ from bapo_megatron.engine.base import Backend
 from bapo_megatron.engine.local.kind import LocalKind
 
 
+def lose(change: Callable[[], None], version: int | None) -> Callable[[], None]:
+    return (lambda: None) if version else change
+
+
+def kill_trainer(change: Callable[[], None], version: int | None) -> Callable[[], None]:
+    def then_kill() -> None:
+        change()
+        if version == 4:
+            os.kill(os.getppid(), signal.SIGKILL)
+
+    return then_kill
+
+
 class LosingKind(LocalKind):
-    """The engine ``local`` with this fault."""
+    """The engine ``local``, which accepts new weights and, after the first ones, keeps the old."""
+
+    fault = staticmethod(lose)
 
     def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
         from bapo_megatron.engine.local.engine import LocalBackend, LocalEngine
 
-        class LosingBackend(LocalBackend):
+        fault = self.fault
+
+        class FaultyBackend(LocalBackend):
             async def connect(self, address: str) -> LocalEngine:
                 engine = await super().connect(address)
                 change_weights = engine.weights._change
 
-                async def lose(change: Callable[[], None], version: int | None) -> None:
-                    await change_weights((lambda: None) if version else change, version)
+                async def change(work: Callable[[], None], version: int | None) -> None:
+                    await change_weights(fault(work, version), version)
 
-                engine.weights._change = lose
+                engine.weights._change = change
                 return engine
 
-        return LosingBackend(config.model, config.rollout.local, device)
+        return FaultyBackend(config.model, config.rollout.local, device)
+
+
+class KillingKind(LosingKind):
+    """The engine ``local``, whose trainer is killed while the weights of the second step come."""
+
+    fault = staticmethod(kill_trainer)

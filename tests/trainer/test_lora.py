@@ -8,13 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bapo_megatron.telemetry.sinks import read_metrics
 from tests.engine.helpers import make_model_dir
+from tests.engine.sglang.servers import SERVER
 from tests.launch import run
 from tests.tolerances import assert_within, sum_bound
 from tests.trainer.runs import (
     assert_same_training,
+    differing_weights,
     exported_weights,
     refusal,
+    repeatable_rows,
     train,
     write_run,
 )
@@ -65,6 +69,63 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     adapters = [load_file(r / "adapter" / "adapter_model.safetensors") for r in (resumed, finished)]
     assert adapters[0].keys() == adapters[1].keys()
     assert all(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
+
+
+def test_merged_weights_train_alike_and_are_more_bytes(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    merged = "rollout.weight_sync.adapters=merged"
+    train(config, tmp_path, "parallel.tensor=2", merged, ranks=2)
+    for sent, row in assert_equal_but_for_bytes(finished, tmp_path):
+        assert sent["weight_sync/bytes"] < 0.2 * row["weight_sync/bytes"]
+        assert sent["weight_sync/logprob_difference"] < 1e-5
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_killed_while_its_engine_takes_an_adapter_equals_another_one(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    layout = ("parallel.tensor=2", "rollout.weight_sync.method=broadcast")
+    engine = "rollout.engine=tests.trainer.losing_engine:KillingKind"
+    adapters = "rollout.weight_sync.adapters=adapter"
+    killed = run(["train", str(config), f"run_dir={tmp_path}", *layout, engine, adapters], ranks=2)
+    assert killed.returncode != 0
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
+    train(config, tmp_path, *layout, "--resume", ranks=2)
+    assert_equal_but_for_bytes(tmp_path, finished)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.sglang
+def test_a_server_samples_with_adapters_as_the_trainer_computes(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "model", intermediate_size=64)  # SGLang's CPU pads others
+    sync = {"adapters": "adapter", "method": "tensor", "verify": "every"}
+    config = write_run(
+        tmp_path,
+        model,
+        model={"lora": {"rank": 4, "alpha": 8.0}},
+        rollout={"server": SERVER, "weight_sync": sync, "async_steps": 1},
+        optimizer={"lr": 1e-2},
+        train={"steps": 3},
+        eval={"sets": []},
+    )
+    rows = train(config, tmp_path / "run")
+    assert [row["weight_sync/bytes"] for row in rows] == [16384.0] * 3
+    for row in (rows[0], rows[-1]):
+        assert row["weight_sync/logprob_difference"] < 1e-5
+        assert row["mismatch/logprob_abs_max"] < 1e-5
+
+
+Row = dict[str, float]
+
+
+def assert_equal_but_for_bytes(run_dir: Path, other: Path) -> list[tuple[Row, Row]]:
+    """Weights arrived another way; returns the metrics of each step of both runs."""
+    rows, others = (repeatable_rows(directory) for directory in (run_dir, other))
+    name = "weight_sync/bytes"
+    assert [row | {name: 0} for row in rows] == [row | {name: 0} for row in others]
+    assert not differing_weights(run_dir, exported_weights(other))
+    return list(zip(rows, others, strict=True))
 
 
 def test_another_layout_continues_with_the_same_weights(

@@ -1,7 +1,8 @@
 """The only engine of a run, in this process: its model and weight sync.
 
 New weights are copied into the model's parameters, so a failed weight sync may leave only some of
-them there; the pool uses the engine again only after a complete one.
+them there; the pool uses the engine again only after a complete one. Adapters are added to the
+weights that they change, so that sampling costs as much as with merged ones.
 """
 
 import asyncio
@@ -110,12 +111,13 @@ class LocalEngine:
         max_rows: int,
         threads: int | None = None,
         sampling_bits: int = 0,
+        adapter_scale: float = 1.0,
     ) -> None:
-        """Take what ``load_model`` returns, and keys of ``LocalConfig``."""
+        """Take what ``load_model`` returns, keys of ``LocalConfig``, and alpha / rank."""
         self._model = model
         self._decoder = Decoder(model, stop_ids, max_rows)
         self._cache_tokens = max_rows * model.config.max_position_embeddings
-        self.weights = LocalWeights(model, self._change_weights, sampling_bits)
+        self.weights = LocalWeights(model, self._change_weights, sampling_bits, adapter_scale)
         self._version = START_VERSION
         self._entries: dict[_OpenRequest, None] = {}
         """In order of arrival."""
@@ -306,12 +308,16 @@ class LocalWeights:
         model: Any,
         change: Callable[[Callable[[], None], int | None], Awaitable[None]],
         bits: int = 0,
+        adapter_scale: float = 1.0,
     ) -> None:
-        """Take a model and the function that runs a change of its weights.
+        """Take a model, the function that runs a change of its weights, and alpha / rank.
 
         With ``bits``, round its linear layers now, and new weights of theirs as they arrive.
         """
         self._change = change
+        self._scale = adapter_scale
+        self._base: dict[str, Tensor] = {}
+        """W of the weights that adapters have changed, by name."""
         self._parameters = dict(_weights(model))
         self._bits = bits
         self._rounded = _linear_names(model) if bits else frozenset[str]()
@@ -384,14 +390,20 @@ class LocalWeights:
         """Do nothing."""
 
     def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
-        """Copy tensors into the model; copy none if one does not belong to it."""
+        """Copy tensors into the model, or add adapters; nothing if one is not the model's."""
+        is_adapter = all(name.startswith(_PEFT_PREFIX) for name in tensors)
         # A vision tower's language model is loaded without it, and without its part of the names.
         # transformers has another name for Nemotron-H's backbone, too.
         for there, here in ((".language_model.", "."), ("backbone.", "model.")):
             tensors = {
-                name.replace(there, here, 1).removeprefix("language_model."): tensor
+                name.removeprefix(_PEFT_PREFIX)
+                .replace(there, here, 1)
+                .removeprefix("language_model."): tensor
                 for name, tensor in tensors.items()
             }
+        if is_adapter:
+            self._add(tensors)
+            return
         for name, tensor in tensors.items():
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
@@ -415,8 +427,42 @@ class LocalWeights:
                 "weights of the model in model.path"
             )
         self._loaded.clear()
+        self._base.clear()
+
+    def _add(self, adapter: Mapping[str, Tensor]) -> None:
+        """Set each weight W [O, I] that has an A [r, I] and a B [O, r] to W + α/r · B A."""
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, b_Or in adapter.items():
+            if name.endswith("lora_A.weight"):
+                continue
+            layer = name.removesuffix("lora_B.weight")
+            weight, a_rI = (
+                self._parameters.get(f"{layer}weight"),
+                adapter.get(f"{layer}lora_A.weight"),
+            )
+            if weight is None or a_rI is None or weight.shape != (len(b_Or), a_rI.shape[1]):
+                raise RolloutError(
+                    f"local: adapter '{name}' {tuple(b_Or.shape)} must belong to a weight of the "
+                    "model and have an A; send an adapter of the model in model.path"
+                )
+            pairs[f"{layer}weight"] = a_rI, b_Or
+        if self._base.keys() - pairs.keys() or 2 * len(pairs) != len(adapter):
+            raise RolloutError(
+                f"local: the adapter has {len(adapter)} tensors, for {len(self._base)} weights "
+                "that earlier ones changed; send A and B of each of them"
+            )
+        with torch.no_grad():
+            for name, (a_rI, b_Or) in pairs.items():
+                parameter = self._parameters[name]
+                if name not in self._base:
+                    self._base[name] = parameter.clone()
+                base = self._base[name]
+                factors = (self._scale * b_Or.float()).to(base.device), a_rI.float().to(base.device)
+                parameter.copy_(torch.addmm(base.float(), *factors))
 
 
+_PEFT_PREFIX = "base_model.model."
+"""Begins the names of A and B."""
 _IN_FILES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """What files of MiniMax-M2 call parts of names."""
 
@@ -513,5 +559,6 @@ class LocalBackend:
                 f"model.path: transformers cannot load '{self.model.path}' ({shown(error)}); "
                 "download or save the model again, or free memory"
             ) from error
-        local, bits = self.local, self.local.sampling_bits or 0
-        return LocalEngine(model, stop_ids, local.max_rows, local.threads, bits)
+        local, lora, bits = self.local, self.model.lora, self.local.sampling_bits or 0
+        scale = lora.alpha / max(lora.rank, 1)
+        return LocalEngine(model, stop_ids, local.max_rows, local.threads, bits, scale)

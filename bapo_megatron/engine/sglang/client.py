@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.record import EnoughTokensError
 from bapo_megatron.engine.base import (
@@ -41,6 +42,7 @@ from bapo_megatron.engine.base import (
 )
 from bapo_megatron.engine.sglang import protocol
 from bapo_megatron.engine.sglang.keys import NCCL_HEADER, ApiKeys
+from bapo_megatron.engine.sglang.settings import LORA_TARGETS
 from bapo_megatron.errors import (
     BrokenConnectionError,
     RefusedError,
@@ -94,13 +96,14 @@ class SglangClient:
         returns_routes: bool = False,
         settings: ServerConfig | None = None,
         keeps_cache: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Prepare without connecting; ``check`` refuses servers of other models than ``model``.
 
         With ``returns_routes`` it also refuses servers that cannot return the experts of tokens,
         with ``settings`` those that speculate or quantize otherwise. With ``keeps_cache`` new
         weights leave the KV cache, which requests paused in place need; without, they are refused
-        while a request is running.
+        while a request is running. With ``lora`` it gets adapters in place of merged weights.
         """
         self.address = address.rstrip("/")
         self._keys = keys
@@ -109,7 +112,7 @@ class SglangClient:
         self._gpus = gpus
         self._returns_routes = returns_routes
         self._settings = settings
-        self.weights = SglangWeightControl(self, flush_cache=not keeps_cache)
+        self.weights = SglangWeightControl(self, not keeps_cache, lora)
         self._in_flight: dict[str, _Flight] = {}
         self._heard_s = 0.0
         self._is_suspended = False
@@ -156,7 +159,7 @@ class SglangClient:
                 if not self._in_flight:
                     self._heard_s = time.monotonic()
                 self._in_flight[rid] = flight
-                body = {"rid": rid, **protocol.stream_body(request)}
+                body = {"rid": rid, **protocol.stream_body(request), **self.weights.request_fields}
                 try:
                     await self._receive(body, parser, sink)
                 except EnoughTokensError:
@@ -202,8 +205,8 @@ class SglangClient:
         def parse(answer: dict[str, Any]) -> Scores:
             return protocol.parse_scores(answer, token_ids, start, top_k)
 
-        body = protocol.score_body(token_ids, start, top_k)
-        return await self._ask("/generate", parse, body, timeout_s)
+        body = {**protocol.score_body(token_ids, start, top_k), **self.weights.request_fields}
+        return await self.ask("/generate", parse, body, timeout_s)
 
     async def abort(self, timeout_s: float) -> None:
         """See ``Engine``.
@@ -235,7 +238,7 @@ class SglangClient:
     async def version(self, timeout_s: float | None = None) -> str:
         """See ``Engine``; any text until a trainer sets it. Does not involve the scheduler."""
         parse = itemgetter("weight_version")
-        return str(await self._ask("/model_info", parse, timeout_s=timeout_s))
+        return str(await self.ask("/model_info", parse, timeout_s=timeout_s))
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
         content, headers = await self.call("/server_info", timeout_s=timeout_s)
@@ -247,16 +250,17 @@ class SglangClient:
     async def check(self) -> None:
         """See ``Engine``; also resume a server that a killed trainer left paused."""
         if self._model is not None:
-            served = await self._ask("/model_info", itemgetter("architectures"))
+            served = await self.ask("/model_info", itemgetter("architectures"))
             protocol.check_architecture(self.address, served, self._model)
-        info = await self._ask("/server_info", dict)
+        info = await self.ask("/server_info", dict)
         if self._returns_routes and not info.get("enable_return_routed_experts"):
             raise RolloutError(
                 f"{self.address}: returns no experts of tokens, which algorithm.router_replay: "
                 "rollout needs; start it with --enable-return-routed-experts"
             )
-        if self._settings is not None:
-            with self._checked("/server_info"):
+        with self._checked("/server_info"):
+            protocol.check_adapters(self.address, info, self.weights.lora)
+            if self._settings is not None:
                 protocol.check_sampling(self.address, info, self._settings)
         await self.resume()
 
@@ -289,7 +293,7 @@ class SglangClient:
 
     async def report_load(self, timeout_s: float) -> LoadReport:
         """See ``LoadReporter``; the schedulers update it while they sample."""
-        return await self._ask("/v1/loads", protocol.parse_load, timeout_s=timeout_s)
+        return await self.ask("/v1/loads", protocol.parse_load, timeout_s=timeout_s)
 
     def _send(
         self, path: str, body: dict[str, Any] | None
@@ -330,7 +334,7 @@ class SglangClient:
                 "in the server's log"
             ) from error
 
-    async def _ask[T](
+    async def ask[T](
         self,
         path: str,
         parse: Callable[[Any], T],
@@ -369,15 +373,21 @@ class SglangClient:
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SglangWeightControl:
     """A ``WeightControl`` of one server."""
 
     client: SglangClient
     flush_cache: bool
+    lora: LoraConfig | None
+    """The server keeps the base, and each version is such an adapter; None: it gets all weights."""
+    request_fields: Mapping[str, str] = field(default_factory=dict)
+    """Names the adapter of the newest version in requests."""
 
     async def open_session(self, timeout_s: float) -> None:
         """See ``WeightControl``; a session that an earlier trainer left open is closed first."""
+        if self.lora is not None:
+            return
         try:
             await self.client.call("/begin_weight_update", _TARGET, timeout_s)
         except ServerGoneError:
@@ -387,7 +397,8 @@ class SglangWeightControl:
             await self.client.call("/begin_weight_update", _TARGET, timeout_s)
 
     async def close_session(self, timeout_s: float) -> None:
-        await self.client.call("/end_weight_update", {}, timeout_s)
+        if self.lora is None:
+            await self.client.call("/end_weight_update", {}, timeout_s)
 
     async def join_group(self, place: GroupPlace, timeout_s: float) -> None:
         body = {
@@ -417,14 +428,27 @@ class SglangWeightControl:
         await self._update("/update_weights_from_distributed", body, version, timeout_s)
 
     async def take(self, payloads: Sequence[str], *, version: int | None, timeout_s: float) -> None:
-        body = {
+        body: dict[str, Any] = {
             "serialized_named_tensors": list(payloads),
             "load_format": "flattened_bucket",
-            **_TARGET,
         }
-        await self._update("/update_weights_from_tensor", body, version, timeout_s)
+        if self.lora is None:
+            await self._update("/update_weights_from_tensor", body | _TARGET, version, timeout_s)
+            return
+        assert version is not None, "adapters are one bucket"
+        body["config_dict"] = {
+            "peft_type": "LORA",
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "target_modules": list(self.lora.targets or LORA_TARGETS),
+        }
+        await self._replace("/load_lora_adapter_from_tensors", body, version, timeout_s)
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
+        if self.lora is not None:
+            body = {"lora_path": str(model_dir.absolute())}
+            await self._replace("/load_lora_adapter", body, version, timeout_s)
+            return
         # Otherwise a server that was started with dummy weights would load dummy weights.
         body = {"model_path": str(model_dir.absolute()), "load_format": "auto"}
         await self._update("/update_weights_from_disk", body, version, timeout_s)
@@ -441,3 +465,21 @@ class SglangWeightControl:
         if version is not None:
             body["weight_version"] = str(version)
         await self.client.call(path, body, timeout_s)
+
+    async def _replace(
+        self, path: str, body: dict[str, Any], version: int, timeout_s: float
+    ) -> None:
+        """Load an adapter under a name that was never used, and unload all others.
+
+        An earlier trainer may have left some, also one of this version. The server reports the new
+        version only once no request uses an older adapter, so no token has a wrong one. It never
+        reads the KV cache of another adapter.
+        """
+        client, name = self.client, f"version_{version}_{uuid.uuid4().hex}"
+        named = {"lora_name": name, **body}
+        loaded = await client.ask(path, itemgetter("loaded_adapters"), named, timeout_s)
+        for other in loaded.keys() - {name}:
+            await client.call("/unload_lora_adapter", {"lora_name": other}, timeout_s)
+        new = {"new_version": str(version), "abort_all_requests": False}
+        await client.call("/update_weight_version", new, timeout_s)
+        self.request_fields = {"lora_path": name}

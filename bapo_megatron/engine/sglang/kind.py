@@ -9,6 +9,7 @@ from bapo_megatron.engine.sglang.settings import (
     SERVERS_KEY,
     VERSION,
     check_acceleration,
+    check_adapters,
     check_own_servers,
     server_addresses,
 )
@@ -29,6 +30,7 @@ class SglangKind:
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
         rollout = config.rollout
         check_acceleration(config)
+        check_adapters(config)
         if rollout.starts_servers:
             check_own_servers(config, is_here=is_here)
         num_servers = len(server_addresses(rollout)) or rollout.server.count
@@ -58,6 +60,7 @@ class SglangKind:
                 f"'{config.rollout.server.host}'; give this node's"
             )
         check_acceleration(config)
+        check_adapters(config)
         check_own_servers(config)
         from bapo_megatron.engine.sglang.server import serve
 

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ def _prepare_cpu() -> None:
 
     # It would pin the host buffer of routed experts with cudaHostRegister; there is no CUDA here.
     common._cuda_host_register = lambda *_, **__: None
+    # Layers with adapters pin small tensors, however they are made.
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that makes a tensor, without its option ``pin_memory``."""
+    return lambda *values, pin_memory=False, **options: make(*values, **options)
 
 
 def main(arguments: list[str]) -> None:

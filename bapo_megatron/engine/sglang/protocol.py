@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import orjson
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.data.record import Completion, join
 from bapo_megatron.data.staleness import spans_of
 from bapo_megatron.data.token_columns import SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS
 from bapo_megatron.engine.base import Capabilities, GenerateRequest, LoadReport, Scores
-from bapo_megatron.engine.sglang.settings import ALGORITHMS, VERSION
+from bapo_megatron.engine.sglang.settings import ALGORITHMS, LORA_TARGETS, VERSION
 from bapo_megatron.errors import RefusedError, RolloutError
 from bapo_megatron.types import FinishReason, VersionSpan
 
@@ -373,6 +374,30 @@ def check_sampling(address: str, info: Mapping[str, Any], server: ServerConfig) 
                 f"{address}: must have {name} {value} by rollout.server, got {info[name]}, with "
                 "which its log-probs were not checked; start it with serve and this configuration"
             )
+
+
+def check_adapters(address: str, info: Mapping[str, Any], lora: LoraConfig | None) -> None:
+    """Raise a ``RolloutError`` if a server takes adapters and should not, or the reverse.
+
+    One with adapters keeps the base, which merged weights would replace.
+    """
+    is_on, targets = bool(info["enable_lora"]), info["lora_target_modules"] or ()
+    if lora is None and not is_on:
+        return
+    if lora is None:
+        expected, remedy = "no --enable-lora", "without it"
+    else:
+        expected, remedy = f"--enable-lora, rank {lora.rank}", "with serve and this configuration"
+        wanted = {*(lora.targets or LORA_TARGETS)}
+        is_right = is_on and info["max_lora_rank"] >= lora.rank and wanted <= {*targets}
+        if is_right and info["dp_size"] == info["pp_size"] == 1 and info["load_format"] != "dummy":
+            return
+    raise RolloutError(
+        f"{address}: must have {expected} by model.lora and rollout.weight_sync.adapters, got "
+        f"enable_lora {info['enable_lora']}, rank {info['max_lora_rank']}, targets {targets}, "
+        f"load_format {info['load_format']}, dp_size {info['dp_size']} and pp_size "
+        f"{info['pp_size']}; start it {remedy}"
+    )
 
 
 def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:

@@ -26,7 +26,12 @@ from bapo_megatron.engine.base import NO_WEIGHTS, START_VERSION, Engine, Readine
 from bapo_megatron.engine.sglang import SHARED_FILES
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys, check_key
-from bapo_megatron.engine.sglang.settings import ALGORITHMS, SERVERS_KEY, server_addresses
+from bapo_megatron.engine.sglang.settings import (
+    ALGORITHMS,
+    LORA_TARGETS,
+    SERVERS_KEY,
+    server_addresses,
+)
 from bapo_megatron.engine.supervisor import ServerSupervisor
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.runtime.processes import (
@@ -91,6 +96,7 @@ class SglangServer:
         self._has_all_shared_files = False
         self.num_starts = 0
         self._settings = self.config.rollout.server
+        self._gets_adapters = self.awaits_weights and self.config.sends_adapters
         self.port = self._settings.port and self._settings.port + self.index
         # Rollout nodes may share the directory, so the address is part of the log's name.
         names = ["sglang"] if self.host == LOOPBACK else ["sglang", self.host]
@@ -246,7 +252,7 @@ class SglangServer:
         if server.quantization == "fp8":
             # Keeps what it needs to quantize new weights in place, which dummy weights would not.
             arguments += ["--quantization=fp8", "--load-format=flash_rl"]
-        elif self.awaits_weights:
+        elif self.awaits_weights and not self._gets_adapters:
             arguments.append("--load-format=dummy")
         if (speculative := server.speculative).method != "none":
             arguments += [
@@ -260,7 +266,22 @@ class SglangServer:
             ]
         if self.config.algorithm.router_replay == "rollout":
             arguments.append("--enable-return-routed-experts")
-        return [*arguments, *server.extra_args]
+        return [*arguments, *self._adapter_arguments(), *server.extra_args]
+
+    def _adapter_arguments(self) -> list[str]:
+        """Return the arguments for adapters of ``model.lora``, if it gets any."""
+        if not self._gets_adapters:
+            return []
+        lora = self.config.model.lora
+        backend = ["--lora-backend=torch_native"] if self.device == "cpu" else []
+        return [
+            "--enable-lora",
+            f"--max-lora-rank={lora.rank}",
+            "--max-loras-per-batch=2",  # one, and none
+            "--lora-target-modules",
+            *(lora.targets or LORA_TARGETS),
+            *backend,
+        ]
 
 
 class SglangBackend:
@@ -271,6 +292,8 @@ class SglangBackend:
         self._config = config
         # A teacher, or servers for an evaluation, may speculate and quantize as they like.
         self._settings = config.rollout.server if awaits_weights else None
+        has_adapters = awaits_weights and config.sends_adapters
+        self._lora = config.model.lora if has_adapters else None
         self.servers: Sequence[SglangServer] = ()
         if config.rollout.starts_servers:
             self._keys = ApiKeys(secrets.token_hex(16), secrets.token_hex(16))
@@ -291,6 +314,7 @@ class SglangBackend:
             returns_routes=self._config.algorithm.router_replay == "rollout",
             settings=self._settings,
             keeps_cache=self._config.rollout.weight_sync.in_flight == "in_place",
+            lora=self._lora,
         )
 
 

@@ -29,6 +29,18 @@ SERVERS_KEY = "rollout.servers"
 _MAX_PORT = 65535
 _FP8_ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models whose FP8 weights SGLang can replace (``--load-format=flash_rl``)."""
+_ADAPTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Models whose adapters the tests run in SGLang."""
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Their linears; SGLang joins those before ``o_proj``, and those before ``down_proj``."""
+_LORA_SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("weight_sync.method", ("tensor", "disk"), "SGLang takes no adapter from a group"),
+    ("weight_sync.in_flight", ("abort",), "a paused request keeps the adapter that it began with"),
+    ("colocated", (False,), "a server that releases its memory loses the base"),
+    ("server.quantization", ("none",), "log-probs of adapters on a rounded base are not tested"),
+    ("server.speculative.method", ("none",), "drafts with adapters are not tested"),
+)
+"""Keys of ``rollout``, the values with which SGLang takes adapters, and why no others."""
 _KEYED_ARGUMENTS = {"--speculative": "speculative", "--quantization": "quantization"}
 """Beginnings of SGLang's arguments that are keys of ``rollout.server``."""
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
@@ -174,6 +186,33 @@ def check_acceleration(config: RunConfig) -> None:
                 f"rollout.{key}: must not be {str(refused).lower()} with "
                 f"rollout.server.speculative.method: {method}, whose draft weights would be lost; "
                 "change one of them"
+            )
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Check that SGLang can take adapters in place of merged weights."""
+    if not config.sends_adapters:
+        return
+    key = "with rollout.weight_sync.adapters: adapter"
+    for name, allowed, reason in _LORA_SETTINGS:
+        if (value := operator.attrgetter(name)(config.rollout)) not in allowed:
+            raise ConfigError(
+                f"rollout.{name}: must be {' or '.join(map(str, allowed))} {key}, got {value}: "
+                f"{reason}; set it, or rollout.weight_sync.adapters=merged"
+            )
+    model_type = check_model_dir(config.model.path).get("model_type")
+    if model_type not in _ADAPTED_MODEL_TYPES:
+        raise ConfigError(
+            f"model.path: model_type must be one of {', '.join(_ADAPTED_MODEL_TYPES)} {key}, got "
+            f"{model_type}; set rollout.weight_sync.adapters=merged"
+        )
+    targets = {*(config.model.lora.targets or LORA_TARGETS)}
+    for joined in ({*LORA_TARGETS[:3]}, {*LORA_TARGETS[4:6]}):
+        if targets & joined and joined - targets:
+            raise ConfigError(
+                f"model.lora.targets: must name all or none of {', '.join(sorted(joined))} {key}, "
+                f"got {', '.join(sorted(targets))}: SGLang has one layer for them; name the "
+                "others, or set rollout.weight_sync.adapters=merged"
             )
 
 

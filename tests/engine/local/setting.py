@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from bapo_megatron.config.megatron import ModelConfig
+from bapo_megatron.config.megatron import LoraConfig, ModelConfig
 from bapo_megatron.config.rollout import LocalConfig
 from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest, SamplingSettings
@@ -24,9 +24,10 @@ async def opened(
     model_dir: Path,
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    lora: LoraConfig | None = None,
     **options: Any,
 ) -> AsyncIterator[LocalEngine]:
-    model = ModelConfig(path=model_dir, dtype=dtype)
+    model = ModelConfig(path=model_dir, dtype=dtype, lora=lora or LoraConfig())
     engine = await LocalBackend(model, LocalConfig(**options), "cpu").connect("local")
     try:
         yield engine

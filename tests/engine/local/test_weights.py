@@ -17,7 +17,13 @@ from bapo_megatron.engine.collective import WeightGroup
 from bapo_megatron.errors import RolloutError, ServerGoneError
 from bapo_megatron.types import VersionSpan
 from examples.tiny.model import build_tokenizer
-from tests.engine.helpers import change_weights, make_model_dir, reference_logprobs
+from tests.engine.helpers import (
+    LORA,
+    change_weights,
+    make_model_dir,
+    reference_logprobs,
+    write_adapter,
+)
 from tests.engine.local.setting import complete, finish, opened, request, start
 from tests.policy.tiny_models import load_reference, make_gemma_vision_model
 
@@ -163,6 +169,84 @@ async def test_weights_have_the_names_of_their_family(
     _assert_of(changed, completion)
     with pytest.raises(AssertionError):
         _assert_of(directory, completion)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2",
+        "qwen3_moe",
+        *(
+            pytest.param(family, marks=pytest.mark.exhaustive)
+            for family in ("gemma3_text", "gpt_oss", "deepseek_v3", "minimax_m2", "nemotron_h")
+        ),
+        pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
+    ],
+)
+async def test_adapters_compute_what_merged_weights_do_and_replace_each_other(
+    tmp_path: Path, family: str
+) -> None:
+    directory = make_model_dir(tmp_path / family, family)
+    adapters = [
+        write_adapter(directory, tmp_path / f"adapter{seed}", tmp_path / f"merged{seed}", seed)
+        for seed in (1, 2)
+    ]
+    tokens = [*PROMPT, *range(5, 60)]
+    async with opened(directory, lora=LORA) as engine, opened(directory) as reference:
+        base = (await engine.score(tokens, LIMIT_S)).logprobs
+        for version, (adapter, merged) in enumerate(adapters, start=1):
+            await _load(engine, adapter, version)
+            await _load(reference, merged, version)
+            scores = (await engine.score(tokens, LIMIT_S)).logprobs
+            expected = (await reference.score(tokens, LIMIT_S)).logprobs
+            np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
+            assert np.abs(scores - base).mean() > 0.01
+            assert await engine.version() == str(version)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("lora_A", r"adapter '.*lora_B.weight' \(.*\) must belong to a weight of the model"),
+        ("down_proj.lora", r"has 24 tensors, for 14 weights that earlier ones changed"),
+    ],
+)
+async def test_an_adapter_that_lacks_a_tensor_is_refused_and_changes_nothing(
+    model_dir: Path, tmp_path: Path, part: str, message: str
+) -> None:
+    adapter, merged = write_adapter(model_dir, tmp_path / "adapter", tmp_path / "merged", seed=1)
+    async with opened(model_dir, lora=LORA) as engine:
+        await _load(engine, adapter, 1)
+        file = adapter / "adapter_model.safetensors"
+        save_file({n: 2 * t for n, t in load_file(file).items() if part not in n}, file)
+        with pytest.raises(RolloutError, match=message):
+            await _load(engine, adapter, 2)
+        _assert_of(merged, (await complete(engine, request(PROMPT, LONG, version=1)))[0])
+
+
+async def test_tokens_have_the_version_of_their_adapter_when_it_changes_under_way(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    places = [
+        write_adapter(model_dir, tmp_path / f"a{seed}", tmp_path / f"m{seed}", seed)
+        for seed in (1, 2)
+    ]
+    async with opened(model_dir, lora=LORA) as engine:
+        await _load(engine, places[0][0], 1)
+        settings = replace(LONG, max_new_tokens=30)
+        streams = await start(engine, *[request(PROMPT, settings, version=1)] * 3)
+        await engine.decode(11)
+        await _load(engine, places[1][0], 2)
+        await finish(engine, streams)
+    for stream in streams:
+        completion = stream.completion
+        assert completion.versions == (VersionSpan(1, 11), VersionSpan(2, 19))
+        first, second = (
+            reference_logprobs(merged, PROMPT, completion.token_ids, LONG.temperature)
+            for _, merged in places
+        )
+        expected = np.concatenate((first[:11], second[11:]))
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
 
 
 async def test_a_language_model_is_loaded_without_its_vision_tower(tmp_path: Path) -> None:

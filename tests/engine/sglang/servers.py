@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest, Readiness, SamplingSettings
@@ -21,14 +22,19 @@ SERVER = {"max_total_tokens": 8192, "mem_fraction": 0.3}
 
 
 def server_config(
-    model_dir: Path, run_dir: Path, seed: int = 0, dtype: str = "float32", **rollout: Any
+    model_dir: Path,
+    run_dir: Path,
+    seed: int = 0,
+    dtype: str = "float32",
+    lora: LoraConfig | None = None,
+    **rollout: Any,
 ) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "test",
             "run_dir": run_dir,
             "seed": seed,
-            "model": {"path": model_dir, "dtype": dtype},
+            "model": {"path": model_dir, "dtype": dtype, "lora": lora or {}},
             "rollout": rollout,
         }
     )

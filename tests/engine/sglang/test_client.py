@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.rollout import ServerConfig, SpeculativeConfig
 from bapo_megatron.data.record import Completion, EnoughTokensError
 from bapo_megatron.engine.base import (
@@ -22,6 +23,7 @@ from bapo_megatron.engine.base import (
 from bapo_megatron.engine.sglang import client as sglang_client
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.engine.sglang.keys import ApiKeys
+from bapo_megatron.engine.sglang.settings import LORA_TARGETS
 from bapo_megatron.errors import BrokenConnectionError, RolloutError, ServerError, ServerGoneError
 from bapo_megatron.types import FinishReason
 from tests.engine.sglang.servers import connected, sample
@@ -258,6 +260,13 @@ async def test_a_refusal_leaves_a_server_of_which_nobody_knows_what_it_holds(pat
 MTP = {"settings": ServerConfig(speculative=SpeculativeConfig(method="mtp"))}
 SPECULATES = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 2}
 ROUTES = {"returns_routes": True}
+LORA = {"lora": LoraConfig(rank=4)}
+SERVES_LORA = {
+    "enable_lora": True,
+    "max_lora_rank": 4,
+    "lora_target_modules": list(LORA_TARGETS),
+    "load_format": "auto",
+}
 
 
 @pytest.mark.parametrize(
@@ -271,6 +280,13 @@ ROUTES = {"returns_routes": True}
         (ROUTES, {"enable_return_routed_experts": True}, ""),
         (ROUTES, {}, "start it with --enable-return-routed-experts"),
         ({}, {"enable_return_routed_experts": True}, ""),
+        (LORA, SERVES_LORA, ""),
+        (LORA, {}, "must have --enable-lora, rank 4 .*got enable_lora False"),
+        (LORA, SERVES_LORA | {"max_lora_rank": 2}, "got .* rank 2"),
+        (LORA, SERVES_LORA | {"lora_target_modules": ["q_proj"]}, r"targets \['q_proj'\]"),
+        (LORA, SERVES_LORA | {"load_format": "dummy"}, "load_format dummy"),
+        (LORA, SERVES_LORA | {"dp_size": 2}, "dp_size 2"),
+        ({}, SERVES_LORA, "must have no --enable-lora .* start it without it"),
     ],
 )
 async def test_a_server_that_was_started_otherwise_than_the_run_needs_is_refused(

@@ -1,19 +1,39 @@
 """A real server: the contract of engines, and SGLang's own calls."""
 
 import asyncio
+import contextlib
 import json
+from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from bapo_megatron.engine.base import Capabilities, MemoryPart, Readiness, SamplingSettings
+from bapo_megatron.data.record import Completion
+from bapo_megatron.engine.base import (
+    BucketLayout,
+    Capabilities,
+    MemoryPart,
+    Readiness,
+    SamplingSettings,
+)
 from bapo_megatron.engine.sglang.protocol import score_body
 from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.types import FinishReason
-from tests.engine.contract import Case, Response, sglang_case
-from tests.engine.helpers import ask, descendants
-from tests.engine.sglang.servers import KEYS, connected, sample
+from bapo_megatron.weight_sync.send import SharedMemoryTransport, shared_memory_payload
+from tests.engine.contract import PROMPT, Case, Response, sglang_case
+from tests.engine.helpers import (
+    LORA,
+    ask,
+    descendants,
+    make_model_dir,
+    reference_logprobs,
+    write_adapter,
+)
+from tests.engine.sglang.servers import KEYS, SERVER, connected, running, sample, server_config
 from tests.engine.test_contract import *  # noqa: F403 (every test, also those that are added)
 
 pytestmark = pytest.mark.sglang
@@ -132,3 +152,68 @@ async def test_a_server_generates_again_after_it_released_its_memory(server: Sgl
         await sampling
         assert await server.ask(5.0) is Readiness.READY
     assert server.exit_reason() is None
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2",
+        *(
+            pytest.param(family, marks=pytest.mark.exhaustive)
+            for family in ("llama", "mistral", "qwen3")
+        ),
+    ],
+)
+async def test_each_version_is_an_adapter_and_no_token_has_that_of_another(
+    tmp_path: Path, family: str
+) -> None:
+    """Against transformers with merged weights; the last client is a trainer that came later."""
+    base = make_model_dir(tmp_path / "base", family, intermediate_size=64)  # the CPU pads others
+    sync = {"adapters": "adapter", "method": "disk"}
+    config = server_config(base, tmp_path, lora=LORA, server=SERVER, weight_sync=sync)
+    places = [write_adapter(base, tmp_path / f"a{n}", tmp_path / f"m{n}", n) for n in (1, 2)]
+    (first, merged_first), (second, merged_second) = places
+
+    def assert_computes(completion: Completion, merged: Path, version: int) -> None:
+        assert [span.version for span in completion.versions] == [version]
+        expected = reference_logprobs(merged, PROMPT, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=2e-5)
+
+    server = SglangServer(config, "cpu", KEYS, awaits_weights=True)
+    with contextlib.ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, running(server))
+        async with connected(server.address, KEYS, lora=LORA) as client:
+            await client.check()
+            await client.weights.load(first, version=1, timeout_s=60)
+            response = Response(client)
+            await response.is_on_its_way()
+            payload = shared_payload(second)
+            switch = client.weights.take([payload], version=2, timeout_s=60)
+            switching = asyncio.create_task(switch)
+            await asyncio.sleep(0.5)
+            assert not switching.done() or response.task.done()
+            assert response.task.done() or await client.version() == "1"
+            await client.abort(60)
+            await asyncio.gather(response.task, switching)
+            assert_computes(response.sink.completion(), merged_first, 1)
+            settings = SamplingSettings(1.0, 32, seed=0)
+            assert_computes(await sample(client, PROMPT, settings), merged_second, 2)
+        async with connected(server.address, KEYS, lora=LORA) as client:
+            await client.check()
+            await client.weights.load(first, version=2, timeout_s=60)
+            assert_computes(await sample(client, PROMPT, settings), merged_first, 2)
+            tokens = [*PROMPT, 5, 6, 7]
+            scores = await client.score(tokens, 60)
+            expected = reference_logprobs(merged_first, PROMPT[:1], tokens[1:])
+            np.testing.assert_allclose(scores.logprobs, expected, rtol=0, atol=2e-5)
+            models = await client.ask("/v1/models", itemgetter("data"))
+            assert [entry["id"].split("_")[:2] for entry in models[1:]] == [["version", "2"]]
+
+
+def shared_payload(adapter: Path) -> str:
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    SharedMemoryTransport(torch.device("cpu"))
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
+    layout = BucketLayout(tuple(tensors), ("float32",) * len(tensors), shapes)
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).view(torch.uint8)
+    return shared_memory_payload(layout, flat)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.reward import RewardConfig
 from bapo_megatron.config.teacher import as_policy
 from bapo_megatron.engine.load import load_kind
@@ -125,6 +126,28 @@ def test_with_a_gpu_no_cpu_argument_is_given(tmp_path: Path) -> None:
     assert ALWAYS | {"--tensor-parallel-size=2", "--max-running-requests=16"} <= set(on_gpu)
     assert not CPU_ONLY & set(on_gpu)
     assert not any("--max-total-tokens" in argument for argument in on_gpu)
+
+
+def test_a_server_of_adapters_reads_the_base_and_has_room_for_their_rank_and_targets(
+    tmp_path: Path,
+) -> None:
+    sync = {"adapters": "adapter", "method": "disk"}
+    lora = LoraConfig(rank=8, targets=("down_proj", "o_proj"))
+    config = server_config(tmp_path, tmp_path, lora=lora, weight_sync=sync)
+    arguments = SglangServer(config, "cpu", KEYS, awaits_weights=True).arguments()
+    assert arguments[-7:] == [
+        "--enable-lora",
+        "--max-lora-rank=8",
+        "--max-loras-per-batch=2",
+        "--lora-target-modules",
+        "down_proj",
+        "o_proj",
+        "--lora-backend=torch_native",
+    ]
+    assert "--weight-version=none" in arguments
+    assert "--load-format=dummy" not in arguments
+    others = SglangServer(config, "cpu", KEYS).arguments()  # of an evaluation
+    assert not any("lora" in argument for argument in others)
 
 
 def test_the_servers_of_a_host_have_gpus_and_ports_one_after_the_other(tmp_path: Path) -> None:

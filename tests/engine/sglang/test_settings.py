@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +158,45 @@ def test_a_draft_model_goes_with_its_method(check: Check) -> None:
     for overrides in ("{method: draft}", "{method: mtp, draft_model: model}"):
         with pytest.raises(ConfigError, match=r"draft_model' must be set with method: draft, and"):
             check(f"rollout.server.speculative={overrides}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.weight_sync.method=broadcast"],
+            r"method: must be tensor or disk .*broadcast: S",
+        ),
+        (
+            ["rollout.weight_sync.in_flight=retract"],
+            r"in_flight: must be abort .*retract: a paused",
+        ),
+        (["rollout.colocated=true"], r"colocated: must be False .*got True: .* loses the base"),
+        (
+            ["model.lora.targets=[q_proj,o_proj]"],
+            r"all or none of k_proj, q_proj, v_proj .*o_proj, q",
+        ),
+        (["model.lora.targets=[down_proj,up_proj]"], r"all or none of gate_proj, up_proj "),
+        (["model.lora.targets=[q_proj,k_proj,v_proj,down_proj]"], ""),
+        (
+            ["model.path=other"],
+            r"model\.path: model_type .*llama, mistral, qwen2, qwen3 .*got gpt_o",
+        ),
+        ([], ""),
+    ],
+)
+def test_adapters_go_only_to_servers_that_compute_them_as_merged_weights(
+    check: Check, overrides: list[str], message: str
+) -> None:
+    fields = {"num_attention_heads": 6, "architectures": ["Qwen2ForCausalLM"]}
+    shutil.copytree("model", "other")
+    for directory, model_type in (("model", "qwen2"), ("other", "gpt_oss")):
+        text = json.dumps(fields | {"model_type": model_type})
+        Path(directory, "config.json").write_text(text)
+    sync = ["rollout.weight_sync.adapters=adapter", "rollout.weight_sync.method=tensor"]
+    refused = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check("model.lora.rank=8", *sync, *overrides, num_gpus=8)
 
 
 def test_servers_that_fit_this_machine_pass(check: Check) -> None:
