@@ -47,7 +47,7 @@ COMMANDS = {
     "plan": "Estimate memory, traffic and time of a run on a cluster, and list other layouts.",
     "config": "Print and check the resolved configuration; without CONFIG, list the keys.",
     "data": "Show the prompts of a run before it starts.",
-    "samples": "Read a step's responses in the terminal, sorted and filtered.",
+    "samples": "Read a step's responses in the terminal, or save good ones as demonstrations.",
     "grade": "Score the responses in a file with the rewards of a run.",
     "bounds": "Search the clip bounds for the tokens of an update, as training does.",
     "report": "Write an HTML page about one or more runs: curves, checks, rollouts to read.",
@@ -55,7 +55,7 @@ COMMANDS = {
     "doctor": "Report what was built, which kernels will run, and what does not fit together.",
 }
 """Help line of each command; command ``x`` is ``commands.x.command``, or ``x show`` is
-``commands.x.show``."""
+``commands.x.show``, and ``x save`` is ``commands.x.save``."""
 
 _TILDE = re.compile(r"((?:--[a-z-]+=)?)(~(?:/.*)?)", re.DOTALL)
 """A path in the home directory; shells do not expand ``~`` after an option's ``=``."""
@@ -76,7 +76,9 @@ def _load(name: str) -> Any:
     loaded = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     if hasattr(module, "show"):
         loaded.callback(help=COMMANDS[name], no_args_is_help=True)(_listed)
-        loaded.command("show")(module.show)
+        for verb in ("show", "save"):
+            if function := getattr(module, verb, None):
+                loaded.command(verb)(function)
     else:
         loaded.command(name)(module.command)
     return typer.main.get_command(loaded)

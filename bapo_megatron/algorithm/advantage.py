@@ -107,9 +107,10 @@ def group_advantages(
         [P, G] float32 advantages; computed in float64, rounded once.
 
     Raises:
-        ValueError: For a shape other than [P, G ≥ 2], or a reward that is not finite.
+        ValueError: For a shape other than [P, G ≥ 2] (``none``: [P, G]), or a reward that is
+            not finite.
     """
-    if reward_PG.dim() != 2 or reward_PG.shape[1] < 2:
+    if reward_PG.dim() != 2 or (reward_PG.shape[1] < 2 and kind != "none"):
         raise ValueError(
             "reward_PG must have shape [prompts, responses per prompt >= 2], got "
             f"{list(reward_PG.shape)}; group-relative advantages need siblings to compare with"

@@ -15,6 +15,11 @@ from bapo_megatron.commands.options import ConfigArgument, JsonOption, Overrides
 from bapo_megatron.config.check import check_data
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
+from bapo_megatron.data.demonstrations import (
+    DemonstrationRenderer,
+    DemonstrationReport,
+    read_demonstrations,
+)
 from bapo_megatron.data.overlap import find_overlaps
 from bapo_megatron.data.prompts import load_eval_sets, load_train_sets, shared_prompts
 from bapo_megatron.data.stream import PromptMixture
@@ -98,12 +103,30 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     warnings = renderer.warnings()
     warnings += [line for s in (*train_sets, *eval_sets) for line in s.report.warnings()]
     warnings += [*shared_prompts(train_sets), *(overlap.warning() for overlap in overlaps)]
+    demonstrations = _demonstrations(config, renderer, num_rows)
+    warnings += demonstrations.pop("warnings")
     return {
         "sets": summaries,
         "overlaps": [asdict(overlap) for overlap in overlaps],
         "prompts": prompts,
+        "demonstrations": demonstrations,
         "warnings": warnings,
     }
+
+
+def _demonstrations(config: RunConfig, chat: ChatRenderer, num_rows: int) -> dict[str, Any]:
+    """Counts of ``demonstrations``, the first rows of each set in parts, and warnings."""
+    renderer, report = DemonstrationRenderer(chat, config.demonstrations), DemonstrationReport()
+    skips_bad, rows = config.data.on_bad_row == "skip", []
+    for dataset in (*config.demonstrations.train, *config.demonstrations.heldout):
+        read = list(read_demonstrations(dataset, renderer, report, skips_bad=skips_bad))
+        for one, token_ids, is_trained in read[:num_rows]:
+            edges = np.flatnonzero(np.diff(is_trained)) + 1
+            texts = [chat.decode(part.tolist()) for part in np.split(token_ids, edges)]
+            trains = [bool(is_trained[start]) for start in (0, *edges)]
+            parts = list(zip(trains, texts, strict=True))
+            rows.append({"key": one.key, "weight": one.weight, "parts": parts})
+    return {"report": asdict(report), "rows": rows, "warnings": report.warnings("demonstrations")}
 
 
 def token_lengths(prompts: Sequence[Prompt]) -> dict[str, int]:
@@ -149,3 +172,12 @@ def print_data(console: Console, report: dict[str, Any]) -> None:
             row = f"row: {json.dumps(prompt['row'], ensure_ascii=False)}"
             parts = [("fact", row), ("prompt", prompt["text"])]
             print_entry(console, f"{place} · answer {prompt['answer']}", parts)
+    if (counts := report["demonstrations"]["report"])["num_rows"]:
+        line = f"{counts['num_kept']:,} demonstrations, {counts['num_trained']:,} tokens train"
+        console.print(line, highlight=False)
+    for row in report["demonstrations"]["rows"]:
+        parts = []
+        for trains, text in row["parts"]:
+            parts.append(("heading", "trained" if trains else "not trained"))
+            parts.append(("trained" if trains else "prompt", text))
+        print_entry(console, f"demonstration · {row['key']} · weight {row['weight']}", parts)

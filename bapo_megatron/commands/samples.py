@@ -1,5 +1,6 @@
-"""``bapo-megatron samples show``: a step's responses, for reading in a terminal."""
+"""``bapo-megatron samples``: a step's responses to read; a run's good ones as demonstrations."""
 
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -8,16 +9,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 from rich.console import Console
 
 from bapo_megatron.commands.options import JsonOption
 from bapo_megatron.config.settings import read_settings
 from bapo_megatron.data.columns import DumpError
-from bapo_megatron.data.dump import texts_path
-from bapo_megatron.telemetry.console import print_entry, uncut_console
+from bapo_megatron.data.dump import read_batch, texts_path
+from bapo_megatron.runtime.files import atomic_write_bytes
+from bapo_megatron.telemetry.console import print_entry, say, uncut_console
 from bapo_megatron.tools.report.rollouts import ORDERS, DumpedStep, Order, dump_files, read_step
 from bapo_megatron.types import FinishReason, Sample
+
+_DEMONSTRATIONS = pa.schema(
+    {
+        **{"prompt_id": pa.string(), "step": pa.int64(), "reward": pa.float64()},
+        **{"token_ids": pa.list_(pa.int32()), "is_trained": pa.list_(pa.bool_())},
+    }
+)
 
 
 def show(
@@ -58,6 +69,55 @@ def show(
         typer.echo(json.dumps(report, indent=2))
     else:
         print_step(uncut_console(), report)
+
+
+def save(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
+    out: Annotated[Path, typer.Option("--out", help="A .parquet file to write.")],
+    min_reward: Annotated[float, typer.Option(help="Smallest reward, shaping included.")],
+    per_prompt: Annotated[
+        int | None, typer.Option(min=1, help="Episodes of a prompt at most, the newest.")
+    ] = None,
+) -> None:
+    """Write a run's complete responses of high reward as demonstrations, as exact tokens.
+
+    Equal responses to a prompt are written once; a run's dumps are all that is read.
+    """
+    if out.suffix != ".parquet":
+        raise typer.BadParameter(f"--out: must end in .parquet, got {out}; change it")
+    kept: dict[str, set[bytes]] = {}
+    tables, num_read = [], 0
+    for step, path in reversed(dump_files(run).items()):
+        rows: list[dict[str, Any]] = []
+        for sample in read_batch(path).samples:
+            num_read += 1
+            prompt_id, parts = sample.prompt.prompt_id, sample.sequences
+            others = kept.setdefault(f"{sample.prompt.source}/{prompt_id}", set())
+            text = b"".join(part.response_token_ids.tobytes() for part in parts)
+            is_good = sample.finish_reason is FinishReason.STOP and sample.reward >= min_reward
+            if is_good and text not in others and len(others) != per_prompt:
+                others.add(text)
+                facts = {"prompt_id": prompt_id, "step": step, "reward": sample.reward}
+                rows += [facts | _tokens(part) for part in parts]
+        tables.append(pa.Table.from_pylist(rows, _DEMONSTRATIONS))
+    if not (num_kept := sum(map(len, kept.values()))):
+        raise ValueError(
+            f"{run / 'rollouts'}: none of {num_read} responses ended by itself with a reward of at "
+            f"least {min_reward}; lower --min-reward, or see rollout.dump and rollout.keep_dumps"
+        )
+    stream = io.BytesIO()
+    pq.write_table(pa.concat_tables(tables), stream)
+    atomic_write_bytes(out, stream.getvalue())
+    say(f"{out}: {num_kept} of {num_read} responses, to {sum(map(bool, kept.values()))} prompts")
+
+
+def _tokens(sequence: Sample) -> dict[str, np.ndarray]:
+    """A sequence's tokens as ``data.demonstrations`` reads them."""
+    prompt = sequence.prompt.token_ids
+    return {
+        "token_ids": np.concatenate([prompt, sequence.response_token_ids]),
+        "is_trained": np.concatenate([np.zeros(len(prompt), bool), sequence.loss_mask]),
+    }
 
 
 def _find_dump(run: Path, step: int | None) -> Path:

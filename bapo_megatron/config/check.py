@@ -42,7 +42,9 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
             f"algorithm.centering.top_k: must be at most the model's vocab_size {vocab_size}, got "
             f"{top_k}; lower it"
         )
-    if not owns_files or config.replay.dumps is not None:
+    if config.num_demonstrations:
+        _check_demonstrations(config, _count(hf_config, POSITIONS), owns_files=owns_files)
+    if not owns_files or not config.has_engines:
         return
     _check_generation(config)
     _check_weight_sync(config)
@@ -57,11 +59,11 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
     _require_below(config, "log.hang_s", "parallel.timeout_s")
     if config.rollout.keep_dumps:  # a replay from the newest checkpoint needs the steps after it
         _require_below(config, "checkpoint.every_steps", "rollout.keep_dumps")
-    if config.replay.dumps is None:
+    if config.has_engines:
         _check_positions(config, "rollout", config.rollout.max_response_tokens, max_positions)
         _check_eval_positions(config, max_positions)
         _check_budget(config)
-    if config.eval.every_steps and not config.eval.sets:
+    if config.eval.every_steps and not (config.eval.sets or config.demonstrations.heldout):
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
             "add a set, or leave it 0"
@@ -125,9 +127,27 @@ def check_generate_config(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     """Check what reading and rendering the prompts needs; see ``check_config``."""
-    if config.data.train is not None or not config.eval.sets:
+    shown = config.demonstrations
+    if config.data.train is not None or not (config.eval.sets or shown.train):
         _check_sets(config.data, "data.train", config.data.train)
     _check_sets(config.data, "eval.sets", config.eval.sets)
+    _check_sets(config.data, "demonstrations", (*shown.train, *shown.heldout))
+
+
+def _check_demonstrations(config: RunConfig, max_positions: int, *, owns_files: bool) -> None:
+    key, longest = "demonstrations.max_tokens", config.demonstrations.max_tokens
+    _check_fits(config, key, longest)
+    if max_positions and longest > max_positions:
+        raise ConfigError(
+            f"{key}: must be at most the model's {max_positions} positions, got {longest}; lower it"
+        )
+    if config.imitates and config.rollout.temperature != 1:
+        raise ConfigError(
+            "rollout.temperature: must be 1 for demonstrations alone, which nobody sampled, got "
+            f"{config.rollout.temperature:g}; set it to 1"
+        )
+    for name in ("train", "heldout") if owns_files else ():
+        _check_sets(config.data, f"demonstrations.{name}", getattr(config.demonstrations, name))
 
 
 def check_model_dir(
@@ -204,12 +224,13 @@ def _check_updates(config: RunConfig) -> None:
         _require_below(config, "optimizer.min_lr", "optimizer.lr", or_equal=True)
     updates_per_step = algorithm.updates_per_batch * algorithm.epochs
     updates = config.train.steps * updates_per_step
-    if optimizer.warmup_updates > updates:
+    are_known = not config.imitates or config.demonstrations.epochs is None
+    if optimizer.warmup_updates > updates and are_known:
         raise ConfigError(
             f"optimizer.warmup_updates: must be at most the run's {updates} updates "
             f"(steps × updates per batch × epochs), got {optimizer.warmup_updates}; lower it"
         )
-    if config.replay.dumps is not None:
+    if not config.has_engines:
         return
     if rollout.groups_per_step % algorithm.updates_per_batch:
         raise ConfigError(
@@ -263,13 +284,16 @@ def _check_generation(config: RunConfig) -> None:
 def _check_budget(config: RunConfig) -> None:
     """Every sequence that generation may produce fits one forward pass of the trainer."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    _check_fits(config, "data.max_prompt_tokens + rollout.max_response_tokens", longest)
+
+
+def _check_fits(config: RunConfig, key: str, longest: int) -> None:
     per_sequence, total = packing_multiples(config.parallel, config.megatron)
     ranks, budget = config.parallel.context, config.train.max_tokens_per_micro_batch
     if ranks * budget // total * total < -(-longest // per_sequence) * per_sequence:
         raise ConfigError(
-            "train.max_tokens_per_micro_batch: must hold data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {longest}, in multiples of {total} over {ranks} "
-            f"context-parallel ranks, got {budget}; raise it"
+            f"train.max_tokens_per_micro_batch: must hold {key} = {longest}, in multiples "
+            f"of {total} over {ranks} context-parallel ranks, got {budget}; raise it"
         )
 
 
@@ -399,10 +423,10 @@ def _check_best(config: RunConfig) -> None:
             f"got '{best}'; correct it, or leave it empty"
         )
     is_scheduled = evaluation.every_steps or evaluation.at_end
-    if not is_scheduled or config.replay.dumps is not None:
+    if not is_scheduled or not config.has_engines:
         raise ConfigError(
-            "checkpoint.best: needs evaluations after steps, and a replay runs none; set "
-            "eval.every_steps without a replay, or leave it empty"
+            "checkpoint.best: needs evaluations after steps, which only engines can sample; "
+            "set eval.every_steps, without replay or nll, or leave it empty"
         )
     saves = config.checkpoint.every_steps
     if evaluation.overlap and evaluation.every_steps % (saves or evaluation.every_steps + 1):

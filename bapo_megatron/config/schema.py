@@ -10,6 +10,7 @@ a configuration.
 """
 
 import importlib
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -23,7 +24,8 @@ from pydantic import (
     model_validator,
 )
 
-from bapo_megatron.config.data import DataConfig, SourceConfig
+from bapo_megatron.config.data import DataConfig, DatasetConfig, SourceConfig
+from bapo_megatron.config.demonstrations import DemonstrationsConfig, MixedDemonstrationsConfig
 from bapo_megatron.config.evaluation import EvalConfig
 from bapo_megatron.config.megatron import (
     MegatronConfig,
@@ -106,8 +108,8 @@ class _AlgorithmKeys(Section):
     advantage: Annotated[str, built_in_or_own(ADVANTAGES, "function")] = "grpo"
     """Advantage of each response: ``grpo``, ``grpo_no_std`` (Dr. GRPO), ``rloo``, ``opo``,
     ``reinforce_pp``, ``reinforce_pp_baseline`` (docs/objectives.md); ``distill``: 0, so that only
-    the teacher of ``distillation`` counts; or ``package.module:function``, called with rewards [G]
-    and the group's samples."""
+    the teacher of ``distillation`` counts; ``none``: 0, always so for ``nll``; or
+    ``package.module:function``, called with rewards [G] and the group's samples."""
     baseline_shift: float = 0.0
     """Added to the baseline of ``grpo_no_std``, ``rloo`` and ``opo``; below 0 in AsymRE."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "token_sum_norm"] = "token_mean"
@@ -127,6 +129,7 @@ class _AlgorithmKeys(Section):
     kl: KlConfig = KlConfig()
     distillation: DistillationConfig = DistillationConfig()
     centering: CenteringConfig = CenteringConfig()
+    demonstrations: MixedDemonstrationsConfig = MixedDemonstrationsConfig()
     updates_per_batch: int = Field(1, ge=1)
     """Number of optimizer updates that a batch is split into (whole groups each)."""
     epochs: int = Field(1, ge=1)
@@ -338,6 +341,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     megatron: MegatronConfig = MegatronConfig()
     data: DataConfig = DataConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -349,6 +353,31 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
     sources: tuple[SourceConfig, ...] = ()
     """Where ``fetch`` gets models and files that other keys name; others here are ignored."""
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the run trains on demonstrations alone."""
+        is_nll = self.algorithm.objective == "nll"
+        return is_nll and bool(self.demonstrations.train) and self.replay.dumps is None
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether engines sample the run's batches."""
+        return self.replay.dumps is None and not self.imitates
+
+    @property
+    def num_demonstrations(self) -> int:
+        """Demonstrations of each step; 0: the run has none."""
+        mixed, updates = self.algorithm.demonstrations, self.algorithm.updates_per_batch
+        if self.imitates or mixed.coefficient == 0:
+            return self.demonstrations.sequences_per_step * self.imitates
+        return updates * math.ceil(mixed.share * self.rollout.groups_per_step / updates)
+
+    def with_steps(self, steps: int) -> Self:
+        """Return the configuration with the steps that its epochs are."""
+        train = self.train.model_copy(update={"steps": steps})
+        demonstrations = self.demonstrations.model_copy(update={"epochs": None})
+        return self.model_copy(update={"train": train, "demonstrations": demonstrations})
 
     @property
     def models(self) -> dict[str, Path]:
@@ -365,7 +394,12 @@ class RunConfig(Section):
     @property
     def files(self) -> dict[str, Path]:
         """Files that rank 0 reads, by key; a pattern stands for the files that it matches now."""
-        sets = {"data.train": self.data.train_sets, "eval.sets": self.eval.sets}
+        sets: dict[str, tuple[DatasetConfig, ...]] = {
+            "data.train": self.data.train_sets,
+            "demonstrations.train": self.demonstrations.train,
+            "demonstrations.heldout": self.demonstrations.heldout,
+            "eval.sets": self.eval.sets,
+        }
         named = [(key, dataset) for key, datasets in sets.items() for dataset in datasets]
         paths = {
             f"{key}: {path.name}": path

@@ -158,14 +158,25 @@ class ChatRenderer:
             ValueError: The question has a system message and ``system_prompt`` is set as well, it
                 has tools that cannot be rendered, or the template refuses or leaves out a message.
         """
-        if self._has_agent or not tools:  # an agent asks with tools of its own
+        if self._has_agent:  # which asks with tools of its own
             tools = None  # those of ``rollout``
-        messages = self.messages(question)
-        text = self._render(messages, tools=tools)
-        if tools and (self._schemas or text == self._render(messages, tools=())):
-            reason = "rollout has others" if self._schemas else "the chat template shows none"
+        return self.prompt(self.messages(question), tools)
+
+    def prompt(self, messages: list[Message], tools: Tools = None) -> str:
+        """Render messages up to the assistant's turn; ``ValueError`` for tools that it lacks."""
+        text = self.render(messages, tools=tools or None)
+        has_others = bool(self._schemas) and not self._has_agent
+        if tools and (has_others or text == self.render(messages, tools=())):
+            reason = "rollout has others" if has_others else "the chat template shows none"
             raise ValueError(f"has tools of its own, but {reason}; remove the column tools")
         return text
+
+    def conversation_after(
+        self, question: str | Sequence[Message], messages: Sequence[Message]
+    ) -> list[Message]:
+        """Return a question's conversation and what follows it, as sampling would render them."""
+        said = [*self.messages(question), *map(self._spoken, messages)]
+        return self._plain(said) if self._has_agent else said
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
         """Return a question's conversation with the system prompt and suffix of ``data``.
@@ -195,8 +206,30 @@ class ChatRenderer:
         Raises:
             ValueError: The template refuses the messages.
         """
-        [token_ids] = self.token_ids([self._render(self._plain(messages), tools=tools)])
+        [token_ids] = self.token_ids([self.render(self._plain(messages), tools=tools)])
         return token_ids
+
+    def ended(self, text: str, *, has_calls: bool = False) -> str:
+        """Return a turn as the template renders it, up to the token that ends it.
+
+        Where the template leaves the end to what follows (GLM-4.5's ``<|user|>``), or to the
+        engine, that token is added.
+        """
+        end = self._end_of_turn.strip()
+        if end and end in text:
+            return text[: text.rindex(end) + len(end)]
+        text = text.rstrip()
+        if text.endswith(self._special):
+            return text
+        follower = {"role": "tool" if has_calls else "user", "content": "?"}
+        after = self._after_answer([follower], generation_prompt=True).lstrip()
+        follows = next((token for token in self._special if after.startswith(token)), "")
+        return text + (end or follows or self._tokenizer.eos_token)
+
+    def token_places(self, text: str) -> list[tuple[int, int]]:
+        """Return where in a text each of its tokens begins and ends, [L]."""
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["offset_mapping"])
 
     def template_mark(self, question: str | Sequence[Message]) -> str:
         """Return the first mark of a chat template, any model's, in a question; empty without one.
@@ -281,7 +314,7 @@ class ChatRenderer:
         """
         messages = self._plain(messages)
         if self._is_harmony:  # outputs name the tool
-            [*_, call] = self.calls(after, tools) or [_CALL]
+            [*_, call] = self.calls(after, tools, "harmony") or [_CALL]
             messages.insert(0, _call_message(call.name, {"text": _ANSWER}))
         text = self._after_answer(messages, generation_prompt=True, tools=tools)
         if self._is_harmony:  # whatever ended the turn, a message begins here
@@ -353,8 +386,8 @@ class ChatRenderer:
             _call_message(_CALL.name, dict(_CALL.arguments)),
         ]
         try:
-            text = self._render(asked, generation_prompt=False, tools=[_TOOL])
-            prompt = self._render(asked[:1], tools=[_TOOL])
+            text = self.render(asked, generation_prompt=False, tools=[_TOOL])
+            prompt = self.render(asked[:1], tools=[_TOOL])
         except ValueError as error:
             raise ValueError(
                 f"rollout.tool_format: a conversation with a tool call {error}; set "
@@ -389,7 +422,7 @@ class ChatRenderer:
     ) -> str:
         """The template's text after an assistant's message that these messages follow."""
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        text = self._render([*opening, *messages], generation_prompt=generation_prompt, tools=tools)
+        text = self.render([*opening, *messages], generation_prompt=generation_prompt, tools=tools)
         return text.partition(_ANSWER)[2]
 
     def _plain(self, messages: Sequence[Message]) -> list[Message]:
@@ -419,9 +452,10 @@ class ChatRenderer:
             value = value.replace(special, "")
         return value
 
-    def _render(
+    def render(
         self, messages: list[Message], *, generation_prompt: bool = True, tools: Tools = None
     ) -> str:
+        """Render messages as they are; ``ValueError`` if the template refuses or drops one."""
         try:
             lost = self._roles_left_out(messages, tools)
             text = self._apply(messages, generation_prompt=generation_prompt, tools=tools)

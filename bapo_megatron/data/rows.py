@@ -292,14 +292,14 @@ class RowFormat:
         question_value = _take(row, self.prompt_column, "prompt_column", present)
         tools_value = fields.get("tools")
         if row.fills_nulls:
-            question_value, tools_value = map(_without_nulls, (question_value, tools_value))
+            question_value, tools_value = map(without_nulls, (question_value, tools_value))
         column = self.answer_column
         try:
             answer = self.parse_answer(answer_value)
             column = "tools"
-            tools = _parse_tools(tools_value)
+            tools = parse_tools(tools_value)
             column = self.prompt_column
-            text = render(_parse_question(question_value), tools)
+            text = render(parse_question(question_value), tools)
         except ValueError as error:
             is_blank = column == self.answer_column and (
                 answer_value is None or (isinstance(answer_value, str) and not answer_value.strip())
@@ -387,18 +387,16 @@ def _struct(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _parse_question(value: Any) -> str | list[Message]:
+def parse_question(value: Any) -> str | list[Message]:
+    """Return a question, or chat messages up to one; ``ValueError`` for other values."""
     if isinstance(value, str):
         messages = _parse_json(value) if _JSON_MESSAGES.match(value) else None
         if isinstance(messages, list):
-            return _parse_question(messages)
+            return parse_question(messages)
         if not value.strip():
             raise ValueError("must be a question, got an empty text")
         return _utf8(value)
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"must be a text or a list of chat messages, got {shown_value(value)}")
-    messages = [checked_message(message) for message in value]
-    _utf8(json.dumps(messages, ensure_ascii=False))
+    messages = parse_messages(value)
     role, content = messages[-1]["role"], messages[-1]["content"]
     if role in ("assistant", "system"):
         raise ValueError(
@@ -408,17 +406,27 @@ def _parse_question(value: Any) -> str | list[Message]:
     return messages
 
 
-def _parse_tools(value: Any) -> list[Any]:
+def parse_messages(value: Any) -> list[Message]:
+    """Return a list of chat messages in the form of templates; ``ValueError`` for other values."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"must be a text or a list of chat messages, got {shown_value(value)}")
+    messages = [checked_message(message) for message in value]
+    _utf8(json.dumps(messages, ensure_ascii=False))
+    return messages
+
+
+def parse_tools(value: Any) -> list[Any]:
+    """Return JSON schemas of tools, or those in a text of JSON; ``ValueError`` for other values."""
     if isinstance(value, str) and value:
         value = parse_json(value)
     return checked_tools(value if isinstance(value, list) else [value] if value else [])
 
 
-def _without_nulls(value: Any) -> Any:
-    """The value without null fields of structs."""
+def without_nulls(value: Any) -> Any:
+    """Return the value without null fields of structs."""
     if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _is_shown(value: Any, text: str) -> bool:

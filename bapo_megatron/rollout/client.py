@@ -288,7 +288,7 @@ class CollectorClient:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class ReplaySource:
     """A ``RolloutSource`` without servers, which reads the dumps of an earlier run."""
 

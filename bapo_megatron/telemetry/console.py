@@ -31,7 +31,7 @@ _VISIBLE = {
 }
 """Replacements of control characters, some of which reverse the order of text."""
 _UNCUT_COLUMNS = 10_000
-_STYLES = {"heading": "bold", "fact": "dim", "environment": "cyan"}
+_STYLES = {"heading": "bold", "fact": "dim", "environment": "cyan", "trained": "green"}
 """Terminal styles of the kinds of an entry's parts; other kinds are plain text."""
 
 _LOG = logging.getLogger(__name__)

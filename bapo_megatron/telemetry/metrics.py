@@ -26,6 +26,12 @@ OLD_METRIC_NAMES = {
 }
 """Metric names of earlier versions, and the current names under which they are read."""
 
+_OF_SAMPLING = (
+    *("reward/", "rollout/", "data/", "engines/", "collector/", "mismatch/", "tokens/", "clip/"),
+    *("loss/positive_", "loss/negative_", "policy/kl_", "policy/negative_", "policy/effective_"),
+)
+"""How the names of metrics begin that compare with the sampler, or among responses."""
+
 _EVAL_FIELDS = (
     "answer_found_share",
     "missing_answers",
@@ -55,6 +61,11 @@ def batch_metrics(batch: RolloutBatch, phase_s: dict[str, float]) -> dict[str, f
         rate = batch.stats.generated_tokens / batch.stats.generation_s
         values["throughput/generated_tokens_per_s"] = rate
     return values
+
+
+def without_sampling(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics that mean something where nothing was sampled."""
+    return {n: value for n, value in values.items() if not n.startswith(_OF_SAMPLING)}
 
 
 def eval_metrics(results: Sequence[EvalResult]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def check_training(
     """
     _check_packages(config.log.wandb_project if owns_files else "")
     check_config(config, world_size, owns_files=owns_files)
-    if owns_files and config.replay.dumps is None:
+    if owns_files and config.has_engines:
         load_kind(config.rollout.engine).check(config, is_here=trains_here)
         if trains_here:
             _check_gpus(config.rollout)
@@ -53,7 +53,7 @@ def check_training(
         check_targets(policy, model.lora, config.parallel.tensor)
         if model.lora.path is not None:
             check_adapter(model.lora.path, model.lora, policy)
-    if config.replay.dumps is None:
+    if config.has_engines:
         _check_frozen_models(config, policy, owns_files=owns_files)
         if owns_files and config.algorithm.distillation.has_engine:
             _check_served_teacher(config)

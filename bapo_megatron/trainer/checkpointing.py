@@ -54,7 +54,7 @@ class RunProgress:
 
     def count(self, metrics: StepMetrics, results: Sequence[UpdateResult]) -> None:
         """Add one step."""
-        tokens = metrics.values["rollout/generated_tokens"]
+        tokens = metrics.values.get("rollout/generated_tokens", 0.0)
         rate = metrics.values.get("throughput/generated_tokens_per_s", 0.0)
         self.generated_tokens += tokens
         self.generation_s += tokens / rate if rate > 0 else 0.0

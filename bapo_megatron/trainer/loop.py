@@ -42,13 +42,18 @@ from bapo_megatron.runtime.files import atomic_write_text
 from bapo_megatron.runtime.processes import stacks_appended_to
 from bapo_megatron.telemetry.console import say, show
 from bapo_megatron.telemetry.hang import HangWatch
-from bapo_megatron.telemetry.metrics import BEFORE_TRAINING, batch_metrics, eval_metrics
+from bapo_megatron.telemetry.metrics import (
+    BEFORE_TRAINING,
+    batch_metrics,
+    eval_metrics,
+    without_sampling,
+)
 from bapo_megatron.telemetry.run_dir import record_start
 from bapo_megatron.telemetry.sinks import MetricsSinks
 from bapo_megatron.trainer import reporting
 from bapo_megatron.trainer.checkpointing import Checkpoints, is_due
 from bapo_megatron.trainer.opening import Opening
-from bapo_megatron.trainer.recompute import score_probes
+from bapo_megatron.trainer.recompute import heldout_metrics, score_probes
 from bapo_megatron.trainer.records import TokenDump, update_metrics
 from bapo_megatron.trainer.scorers import frozen_scorers, reference_updater
 from bapo_megatron.trainer.split import engine_routes, split_shape
@@ -76,7 +81,7 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
     with Run.open(config, stopping, opening) as run:
         run.begin()
         stopping.listen_to_interrupts()
-        for step in range(run.progress.finished_steps + 1, config.train.steps + 1):
+        for step in range(run.progress.finished_steps + 1, run.config.train.steps + 1):
             with run.timer.phase("rollout"):
                 batch = run.next_batch(step)
             lr = run.state.lr
@@ -88,8 +93,9 @@ def train(config: RunConfig, stopping: Stopping, opening: Opening) -> None:
             with run.timer.phase("weight_sync"):
                 run.generation.sync_weights()
             with run.timer.phase("evaluation"):
-                evaluated = eval_metrics(run.evaluate_if_due(step))
+                evaluated = eval_metrics(run.evaluate_if_due(step)) | run.measure(step)
             values = batch_metrics(batch, run.timer.end_step()) | update_metrics(results)
+            values = without_sampling(values) if config.imitates else values
             values |= adapters | {"train/lr": lr}
             run.report(StepMetrics(step, values), evaluated, results)
             with run.timer.phase("checkpoint"):  # its time is part of the next row
@@ -111,6 +117,7 @@ class Run:
     ) -> None:
         self.config, self.state, self.timer = config, state, opening.timer
         self._opening, self._groups, self._stack = opening, groups, stack
+        self._demonstrations = opening.demonstrations
         self._peak_flops = reporting.find_peak_flops(config, groups)
         shape = split_shape(state.model, config.parallel, config.megatron, config.train)
         scorers = frozen_scorers(config, state.model)
@@ -171,6 +178,10 @@ class Run:
                 # Before the policy needs the memory.
                 if config.rollout.colocated and source is not None:
                     source.release_memory()
+            if config.imitates and config.demonstrations.epochs is not None:
+                counted = opening.demonstrations
+                steps = None if counted is None else str(counted.resolved().train.steps).encode()
+                config = config.with_steps(int(broadcast_bytes(steps, groups)))
             updates_per_step = config.algorithm.updates_per_batch * config.algorithm.epochs
             seed_everything(config.seed, groups)
             model = Model.build(
@@ -222,9 +233,11 @@ class Run:
             self.generation.sync_reports.clear()  # not part of a step
         if config.eval.at_start and self.progress.finished_steps == 0:
             with self.timer.phase("evaluation"):
-                before = self._evaluate(BEFORE_TRAINING)
+                before = eval_metrics(self._evaluate(BEFORE_TRAINING)) | self.measure(
+                    BEFORE_TRAINING
+                )
             if self._sinks is not None and before:
-                self._sinks.write(StepMetrics(BEFORE_TRAINING, eval_metrics(before)))
+                self._sinks.write(StepMetrics(BEFORE_TRAINING, before))
         if self.progress.unreported is not None:
             self._complete_step(self.progress.finished_steps, self.progress.unreported)
         self.generation.check()
@@ -250,7 +263,11 @@ class Run:
 
     def train(self, batch: RolloutBatch) -> list[UpdateResult]:
         """Run a batch's updates, then make the policy the reference if that is due."""
-        results = self.trainer.train(batch)
+        mixed, source = None, self._demonstrations
+        if self.config.num_demonstrations and not self.config.imitates:
+            encoded = None if source is None else source.collect(batch.step)
+            mixed = receive_batch(encoded, self.state.model, batch.step)
+        results = self.trainer.train(batch, mixed)
         if self._reference is not None:
             self._reference.after_step(batch.step)
         return results
@@ -267,6 +284,17 @@ class Run:
         if self.generation.begin_evaluation(step):
             self._evaluating = step
         return []
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Return the metrics of held-out demonstrations on rank 0, if they are due."""
+        config, source, trainer = self.config, self._demonstrations, self.trainer
+        is_now = step == BEFORE_TRAINING or is_due(config.eval, step, config.train.steps)
+        if not (is_now and config.num_demonstrations and config.demonstrations.heldout):
+            return {}
+        encoded = None if source is None else source.heldout()
+        batch = receive_batch(encoded, self.state.model, step=1)
+        values = heldout_metrics(batch, self.state.model, trainer.output, trainer.shape)
+        return {} if source is None else values
 
     def complete_evaluation(self) -> None:
         """Wait for the evaluation beside this step; abandon it if its weights are gone."""
@@ -307,6 +335,9 @@ class Run:
         costs = reporting.cost_metrics(metrics.values, self._groups, self._peak_flops)
         if self._sinks is not None:
             others = evaluated | sync_metrics(self.generation.sync_reports) | costs
+            if self._demonstrations is not None:
+                epoch = metrics.step / self._demonstrations.steps_per_epoch
+                others["demonstrations/epoch"] = epoch
             row = StepMetrics(metrics.step, metrics.values | others)
             is_stopped = isinstance(self.generation.failure, StoppedError)
             if self._evaluating or (is_stopped and self._must_evaluate(row.step)):
@@ -357,6 +388,20 @@ class Run:
             reporting.report_run(self.config, self.progress, self.timer.total_s, gpus)
 
 
+def receive_batch(encoded: EncodedBatch | None, model: Model, step: int) -> RolloutBatch:
+    """Send rank 0's batch of a step to all ranks and decode it there; a collective.
+
+    Raises:
+        DumpError: It is damaged, of another step, or not for this model; on all ranks.
+    """
+    name = broadcast_bytes(encoded.name.encode() if encoded else None, model.groups).decode()
+    content = broadcast_buffer(encoded.content if encoded else None, model.groups)
+    batch = decode_batch(EncodedBatch(name, content), model.hf.vocab_size)
+    if batch.step != step:
+        raise DumpError(f"{name}: holds step {batch.step}, not {step}; give the file its name back")
+    return batch
+
+
 class Generation:
     """Rank 0's rollout source for all ranks: collectives, except ``check`` and ``close``.
 
@@ -378,7 +423,7 @@ class Generation:
         more requests."""
         self.sync_reports: list[SyncReport] = []
         """On rank 0."""
-        self.has_servers = config.replay.dumps is None
+        self.has_servers = config.has_engines
         self._is_colocated = config.rollout.colocated
         self._groups, self._state, self._sync = state.model.groups, state, sync
         self._stopping, self._pulse = stopping, opening.timer.pulse
@@ -393,17 +438,11 @@ class Generation:
         encoded = self._ask(lambda source: source.collect(step))
         if self.failure is not None:
             return None
-        file = broadcast_bytes(encoded.name.encode() if encoded else None, self._groups).decode()
-        content = broadcast_buffer(encoded.content if encoded else None, self._groups)
         try:
-            batch = decode_batch(EncodedBatch(file, content), self._state.model.hf.vocab_size)
-            if batch.step == step:
-                return batch
-            problem = f"{file}: holds step {batch.step}, not {step}; give the file its name back"
+            return receive_batch(encoded, self._state.model, step)
         except DumpError as error:
-            problem = str(error)
-        self.failure = RolloutError(problem)  # on all ranks alike
-        return None
+            self.failure = RolloutError(str(error))  # on all ranks alike
+            return None
 
     def sync_weights(self, *, again: bool = False) -> None:
         """Sync the current weights to the servers, with ``again`` also to those that have them.

@@ -34,6 +34,7 @@ from bapo_megatron.config.schema import AlgorithmConfig
 from bapo_megatron.data.micro_batch import on_device
 from bapo_megatron.data.token_columns import (
     COLUMNS,
+    DEMONSTRATION,
     REFERENCE,
     SAMPLER_TOP_IDS,
     SAMPLER_TOP_LOGPROBS,
@@ -122,6 +123,7 @@ class LossStage:
             "reference": config.kl.is_used,
             "teacher": config.distillation.is_used,
             "centering": config.centering.is_used,
+            "demonstration": config.demonstrations.coefficient > 0,
         }
         used = {name for name, on in features.items() if on}
         self.numbers = Numbers(self.loaded.report_names, used)
@@ -301,6 +303,8 @@ class MicroBatchLoss:
         self.loss_T = torch.empty_like(self.weight_T)
         self.derivative_T = torch.empty_like(self.weight_T)
         self.finite_T = torch.empty_like(safe.trains_T)
+        self.imitated = self.weight_T.new_zeros((), dtype=torch.float64)
+        """Loss of demonstrations."""
         self.tokens: TokenBatch | None = None
         """All of them, if they came in one part."""
         self.objective = objective
@@ -342,6 +346,10 @@ class MicroBatchLoss:
             kl = estimate_kl(config.kl.kind, tokens.logprob, tokens.columns[REFERENCE])
             loss = loss + (cost_T * kl.value_T).sum(dtype=torch.float64)
             by_logprob_T = by_logprob_T + cost_T * kl.by_logprob_T
+        if (imitation_T := self.safe.micro_batch.columns.get(DEMONSTRATION)) is not None:
+            imitated = -(imitation_T[part] * logprob_T).sum(dtype=torch.float64)
+            self.imitated, loss = self.imitated + imitated, loss + imitated
+            by_logprob_T = by_logprob_T - imitation_T[part]
         by_kl_T = None
         if kl_T is not None:
             by_kl_T = plain_T * config.distillation.coefficient

@@ -11,12 +11,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bapo_megatron.config.check import check_settings
 from bapo_megatron.config.load import dump_yaml
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.settings import differing, flat_settings, read_settings
 from bapo_megatron.errors import describe_os_error
 from bapo_megatron.policy import checkpoint_files as files
 from bapo_megatron.rollout.client import CollectorClient, ReplaySource
+from bapo_megatron.rollout.demonstrations import DemonstrationSource
 from bapo_megatron.rollout.messages import RolloutSource
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text, read_regular
@@ -44,6 +46,8 @@ class Opening:
     """On rank 0."""
     show_row: ShowRow | None = None
     """On rank 0, with ``log.prometheus_port``."""
+    demonstrations: DemonstrationSource | None = None
+    """On rank 0, in a run with demonstrations."""
 
 
 @contextmanager
@@ -64,11 +68,15 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
         show_row = stack.enter_context(rows_served(config.log))
         claim_run_dir(config)
         stack.enter_context(console_kept_in(config.run_dir / "console.log"))
+        progress, demonstrations = stack.enter_context(ProgressLine()), None
+        if config.num_demonstrations:
+            demonstrations = DemonstrationSource(config, progress.update)
+            config = demonstrations.resolved()
+            check_settings(config, 0)
         write_config(config)
-        progress = stack.enter_context(ProgressLine())
-        source = open_source(config, progress, timer.pulse, stopping)
+        source = open_source(config, progress, timer.pulse, stopping, demonstrations)
         stack.callback(source.close)
-        yield Opening(timer, source, progress, show_row)
+        yield Opening(timer, source, progress, show_row, demonstrations)
 
 
 def claim_run_dir(config: RunConfig) -> None:
@@ -106,13 +114,19 @@ def write_config(config: RunConfig) -> None:
 
 
 def open_source(
-    config: RunConfig, progress: ProgressLine, pulse: Pulse, stopping: Stopping
+    config: RunConfig,
+    progress: ProgressLine,
+    pulse: Pulse,
+    stopping: Stopping,
+    demonstrations: DemonstrationSource | None = None,
 ) -> RolloutSource:
-    """Start the collector, or open the dumps of a replay."""
+    """Start the collector, or open the dumps of a replay or demonstrations alone."""
+    if config.eval.sets and not config.has_engines:
+        say("the run has no server: eval.sets are not evaluated")
     if config.replay.dumps is not None:
-        if config.eval.sets:
-            say("replay has no server: eval.sets are not evaluated")
         return ReplaySource(config.replay.dumps)
+    if demonstrations is not None and config.imitates:
+        return demonstrations
 
     asks = config.rollout.weight_sync.adapters is None
     if asks and config.model.lora.rank and not config.sends_adapters:

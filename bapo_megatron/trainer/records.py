@@ -28,7 +28,7 @@ from bapo_megatron.algorithm.centering import Head
 from bapo_megatron.algorithm.kl import estimate_kl
 from bapo_megatron.algorithm.loss import RESPONSE_UNIT
 from bapo_megatron.algorithm.objective import Objective, TokenBatch
-from bapo_megatron.data.token_columns import REFERENCE, TEACHER
+from bapo_megatron.data.token_columns import DEMONSTRATION, REFERENCE, TEACHER
 from bapo_megatron.ops.logprob import LOG_RATIO_LIMIT, TokenLogprobs
 from bapo_megatron.runtime.distributed import (
     ProcessGroups,
@@ -117,6 +117,8 @@ class TokenView:
         """Limit of the correction; infinite if it has none."""
         self.kl_teacher_T: Tensor | None = loss.kl_T
         """KL between teacher and policy, with a loss over the vocabulary."""
+        self.imitated: Tensor = loss.imitated
+        """float64, 0-d: loss of demonstrations."""
         self.head: Head | None = loss.head_T
         """What centering knows of each token."""
 
@@ -278,7 +280,8 @@ class Numbers:
         self._maxima = {m: v for m, (v, count) in MAXIMA.items() if count in self._counts}
         self._report_names = tuple(report_names)
         reports = (f"{_REPORT}{name}" for name in report_names)
-        self.sum_names = (*self._counts, *self._sums, *reports)
+        imitated = ("demonstration_loss",) if "demonstration" in features else ()
+        self.sum_names = (*self._counts, *self._sums, *reports, *imitated)
         """[S]."""
         self.max_names = tuple(self._maxima)
         """[M]."""
@@ -314,6 +317,8 @@ class Numbers:
             reported = _stack([report[name] for name in self._report_names])
             counted = torch.where(view.counts_T, reported, 0.0)
             parts.append(counted.sum(dim=1, dtype=torch.float64))
+        if "demonstration_loss" in self.sum_names:
+            parts.append(view.imitated[None])
         return torch.cat(parts), torch.where(view.trains_T, maxima, 0.0).amax(dim=1).double()
 
 
@@ -405,6 +410,8 @@ def effective_samples(log_weight_R: Tensor) -> Tensor:
     Args:
         log_weight_R: [R] log w, of π / π_behaviour over the whole response (arXiv 2602.17616).
     """
+    if not len(log_weight_R):
+        return log_weight_R.new_zeros(())
     weight_R = (log_weight_R - log_weight_R.max()).exp()
     return weight_R.sum().square() / weight_R.square().sum()
 
@@ -421,6 +428,8 @@ def update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
     values |= {metric: sums.get(name, 0.0) for metric, name in TOTALS.items()}
     if stepped:
         values["loss/policy"] = sums["policy_loss"] / len(stepped)
+        if "demonstration_loss" in sums:
+            values["loss/demonstrations"] = sums["demonstration_loss"] / len(stepped)
         values["policy/grad_norm"] = math.fsum(r.grad_norm for r in stepped) / len(stepped)
         values["policy/grad_norm_max"] = max(result.grad_norm for result in stepped)
     reported = [name for name in sums if name.startswith(_REPORT)]
@@ -461,6 +470,7 @@ class TokenDump:
         with fail_together(groups):
             if not groups.is_last_stage:
                 return
+            tokens = [pair for pair in tokens if DEMONSTRATION not in pair[0].columns]
             parts = [_columns(micro_batch, report) for micro_batch, report in tokens]
             gathered: list[Any] = [None] * dist.get_world_size(groups.data)
             dist.all_gather_object(gathered, parts, group=groups.data)

@@ -150,7 +150,7 @@ def report_run(
 ) -> None:
     """Write ``summary.json`` and print a table of it; ``phase_s`` is of this process only."""
     rate: float | None = None  # response tokens per second while batches were collected
-    if config.replay.dumps is None:
+    if config.has_engines:
         generation_s = progress.generation_s
         rate = progress.generated_tokens / generation_s if generation_s > 0 else 0.0
     gpus = trainer_gpus and trainer_gpus + _rollout_gpus(config)
@@ -188,7 +188,7 @@ def report_run(
 def _rollout_gpus(config: RunConfig) -> int:
     """Return the GPUs of the servers, as configured; 0 if they are the trainer's or on a CPU."""
     rollout = config.rollout
-    if not rollout.has_own_gpus or config.replay.dumps is not None:
+    if not rollout.has_own_gpus or not config.has_engines:
         return 0
     file = rollout.servers_file
     listed = rollout.servers if file is None else file.read_text().split()

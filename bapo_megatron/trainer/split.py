@@ -25,6 +25,7 @@ from bapo_megatron.data.micro_batch import build_micro_batch, shard_context
 from bapo_megatron.data.packing import PackingRules, UpdatePacking, pack_update, split_updates
 from bapo_megatron.data.routes import BatchRoutes, RouteFiles
 from bapo_megatron.data.staleness import trainable_mask
+from bapo_megatron.data.token_columns import DEMONSTRATION
 from bapo_megatron.ops.logprob import TokenLogprobs
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.weight_table import sequence_flops
@@ -196,18 +197,53 @@ def split_step(
             packing, micro_batches = shape.pack(
                 sequences, computed, advantage_B, weight_B, masks_L, routes
             )
-            flops = packing.rank_flops
-            counts |= {
-                "packing_real": float(packing.real_tokens),
-                "packing_slots": float(packing.slots),
-                "forward_flops": float(sum(flops)),
-                "flops_mean": sum(flops) / len(flops),
-                "flops_max": float(max(flops)),
-            }
+            counts |= _work(packing)
         updates.append(
             SplitUpdate(counts, tuple(indices), micro_batches, tuple(computed), tuple(responses))
         )
     return with_advantages(updates, samples, values) if values.dim() == 1 else tuple(updates)
+
+
+def _work(packing: UpdatePacking) -> dict[str, float]:
+    flops = packing.rank_flops
+    return {
+        "packing_real": float(packing.real_tokens),
+        "packing_slots": float(packing.slots),
+        "forward_flops": float(sum(flops)),
+        "flops_mean": sum(flops) / len(flops),
+        "flops_max": float(max(flops)),
+    }
+
+
+def with_demonstrations(
+    splits: Sequence[SplitUpdate], batch: RolloutBatch, coefficient: float, shape: SplitShape
+) -> tuple[SplitUpdate, ...]:
+    """Add its part of the demonstrations to each update, in micro-batches of their own.
+
+    Their loss is coefficient · Σ w (−ℓ) / Σ 1 over the tokens of the update's demonstrations, w the
+    weight of each. To the objective they are tokens with m = 0, of the first sample.
+
+    Raises:
+        ValueError: A demonstration is longer than a micro-batch.
+    """
+    added, samples = [], batch.samples
+    columns = next((mb.columns for split in splits for mb in split.micro_batches), {})
+    for split, indices in zip(splits, split_updates(batch, len(splits)), strict=True):
+        scale = coefficient / sum(samples[i].num_sampled for i in indices)
+        weight_B = np.array([scale * sample.reward for sample in samples], dtype=np.float32)
+        packing, packed = shape.pack(samples, indices, weight_B, weight_B)
+        micro_batches, policy = list(split.micro_batches), list(split.policy or ())
+        for mb in packed:
+            no_T = torch.zeros_like(mb.mask_T)
+            marked = {name: c.new_zeros(len(no_T), *c.shape[1:]) for name, c in columns.items()}
+            marked[DEMONSTRATION] = mb.loss_weight_T
+            masked = replace(mb, mask_T=no_T, loss_weight_T=no_T, advantage_T=no_T, columns=marked)
+            micro_batches.append(replace(masked, sample_T=no_T.long()))
+            policy.append(TokenLogprobs(no_T, no_T))
+        work = {name: split.counts.get(name, 0.0) + n for name, n in _work(packing).items()}
+        changed = replace(split, micro_batches=tuple(micro_batches), counts=split.counts | work)
+        added.append(replace(changed, policy=split.policy and policy))
+    return tuple(added)
 
 
 def with_advantages(

@@ -25,7 +25,7 @@ from bapo_megatron.algorithm.loss import first_nonfinite
 from bapo_megatron.config.rollout import StalenessConfig
 from bapo_megatron.config.schema import AlgorithmConfig, OpsConfig
 from bapo_megatron.data.routes import BatchRoutes, RouteFiles
-from bapo_megatron.data.token_columns import COLUMNS
+from bapo_megatron.data.token_columns import COLUMNS, scored
 from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.policy.optimizer import OptimizerStep
 from bapo_megatron.policy.train_state import TrainState
@@ -54,7 +54,13 @@ from bapo_megatron.trainer.scorers import (
     with_teacher_advantages,
 )
 from bapo_megatron.trainer.speculation import Speculation
-from bapo_megatron.trainer.split import SplitShape, SplitUpdate, split_step, with_advantages
+from bapo_megatron.trainer.split import (
+    SplitShape,
+    SplitUpdate,
+    split_step,
+    with_advantages,
+    with_demonstrations,
+)
 from bapo_megatron.types import FinishReason, RolloutBatch, UpdateResult
 
 NUM_FAULTS = 5
@@ -122,7 +128,8 @@ class BatchTrainer:
     def __post_init__(self) -> None:
         self._model = self.state.model
         self._groups = self._model.groups
-        self._advantages = Advantages(self.config.advantage, self.config.baseline_shift)
+        kind = "none" if self.config.objective == "nll" else self.config.advantage
+        self._advantages = Advantages(kind, self.config.baseline_shift)
         self.output = PolicyOutput.of(self._model, self.ops, self.temperature)
         self._stage = stage = LossStage(self.config, self.output, self._groups)
         can_predict = stage.loaded.collects and stage.objective.decisive is not None
@@ -133,8 +140,12 @@ class BatchTrainer:
             behaviour = BehaviourScorer(self._model, self.output, self.config)
             self.scorers = (behaviour, *self.scorers)
 
-    def train(self, batch: RolloutBatch) -> list[UpdateResult]:
-        """Make ``epochs × updates_per_batch`` updates; results are equal on every rank.
+    def train(
+        self, batch: RolloutBatch, demonstrations: RolloutBatch | None = None
+    ) -> list[UpdateResult]:
+        """Make ``epochs × updates_per_batch`` updates, in which ``demonstrations`` may join.
+
+        Results are equal on every rank.
 
         Raises:
             ValueError: The batch or its routes do not fit the configuration, the objective refuses
@@ -143,6 +154,12 @@ class BatchTrainer:
         """
         routes, splits = self._split(batch)
         splits = self._score(splits, batch)
+        # Without a response that is computed, scorers have left no columns to fill.
+        is_scored = any(split.micro_batches for split in splits) or not scored(self.config)
+        if demonstrations is not None and is_scored:
+            coefficient = self.config.demonstrations.coefficient
+            with fail_together(self._groups, ValueError):
+                splits = with_demonstrations(splits, demonstrations, coefficient, self.shape)
         # Later epochs have other weights than the scorers' passes, which were made once.
         later = tuple(replace(split, policy=None, scored_flops=0.0) for split in splits)
         rounds = splits + later * (self.config.epochs - 1)

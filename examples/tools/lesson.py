@@ -38,7 +38,7 @@ from examples.tiny.make import (
 from examples.tiny.model import build_model, build_tokenizer, save_model
 
 CALL_SHARE = 1 / 7
-NUM_TRAIN, NUM_HELDOUT = 2048, 256
+NUM_TRAIN, NUM_HELDOUT, NUM_DEMONSTRATIONS = 2048, 256, 1024
 _CALL, _CALL_END = '{"name": "python", "arguments": {"code": "', '"}}</tool_call>'
 _WORDS = ("<tool_call>", '{"name": "python", "arguments": {"code": "', '"}}', "</tool_call>")
 _DIGITS_WITHOUT_CARRY = [(a, b) for a in range(10) for b in range(10 - a)]
@@ -79,7 +79,21 @@ def _value(text: str) -> int:
     return sum(map(int, text.split("+")))
 
 
-def _pairs(tokenizer: Any, rng: random.Random) -> Iterator[Pair]:
+def demonstration(text: str) -> dict[str, Any]:
+    """Return the transcript of a call for a sum, as messages."""
+    function = {"name": "python", "arguments": {"code": text}}
+    call = {"type": "function", "function": function}
+    return {
+        "messages": [
+            {"role": "user", "content": f"{text}=?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": f"{_value(text)}\n"},
+            {"role": "assistant", "content": f"\\boxed{{{_value(text)}}}"},
+        ]
+    }
+
+
+def _pairs(tokenizer: Any, rng: random.Random, call_share: float) -> Iterator[Pair]:
     """The policy's turns in one transcript after another."""
 
     def ids(text: str) -> list[int]:
@@ -93,7 +107,9 @@ def _pairs(tokenizer: Any, rng: random.Random) -> Iterator[Pair]:
             yield ids(f"<bos><|user|>{text}=?<|assistant|>"), box
             continue
         prompt = f"<bos><|user|>[python]{text}=?<|assistant|>"
-        yield ids(prompt), ids("<tool_call>") if rng.random() < CALL_SHARE else box
+        yield ids(prompt), ids("<tool_call>") if rng.random() < call_share else box
+        if not call_share:
+            continue
         prompt += "<tool_call>"
         call = f"{_CALL}{text}{_CALL_END}<eos>"
         yield ids(prompt), ids(call)
@@ -101,12 +117,15 @@ def _pairs(tokenizer: Any, rng: random.Random) -> Iterator[Pair]:
         yield ids(prompt), box
 
 
-def teach(model: Any, tokenizer: Any, settings: WarmupSettings, seed: int) -> float:
+def teach(
+    model: Any, tokenizer: Any, settings: WarmupSettings, seed: int, call_share: float = CALL_SHARE
+) -> float:
     """Train ``model`` in place; return the cross entropy of the last step, in nats per token."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.peak_lr, betas=(0.9, 0.98), weight_decay=0.0
     )
-    pairs, loss = _pairs(tokenizer, random.Random(f"lesson-{seed}")), torch.zeros(())
+    pairs = _pairs(tokenizer, random.Random(f"lesson-{seed}"), call_share)
+    loss = torch.zeros(())
     torch.set_num_threads(1)  # the weights depend on it
     model.train()
     with ProgressLine() as progress:
@@ -128,20 +147,27 @@ def teach(model: Any, tokenizer: Any, settings: WarmupSettings, seed: int) -> fl
     return loss.item()
 
 
-def make(folder: Path, seed: int, settings: WarmupSettings) -> float:
-    """Write model/, train.jsonl and heldout.jsonl to ``folder``; return the loss of ``teach``."""
+def make(
+    folder: Path, seed: int, settings: WarmupSettings, call_share: float = CALL_SHARE
+) -> float:
+    """Write model/ and the data to ``folder``; return the loss of ``teach``."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(
         [AddedToken(word, normalized=False) for word in (*_WORDS, *_RESPONSE_WORDS)]
     )
     tokenizer.chat_template = _TEMPLATE
     model = build_model(tokenizer, seed)
-    loss = teach(model, tokenizer, settings, seed)
+    loss = teach(model, tokenizer, settings, seed, call_share)
     sums = hard_sums(seed)
     with atomic_directory(folder) as temporary:
         for name, part in (("train", sums[NUM_HELDOUT:]), ("heldout", sums[:NUM_HELDOUT])):
             rows = [json.dumps({"prompt": f"{s}=?", "answer": str(_value(s))}) + "\n" for s in part]
             (temporary / f"{name}.jsonl").write_text("".join(rows))
+        rng = random.Random(f"demonstrations-{seed}")
+        shown = [demonstration(trivial_sum(rng)) for _ in range(NUM_DEMONSTRATIONS)]
+        (temporary / "demonstrations.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in shown)
+        )
         (temporary / "model").mkdir()
         save_model(model, tokenizer, temporary / "model")
     return loss
@@ -153,9 +179,12 @@ def main() -> None:
     parser.add_argument("dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--no-calls", action="store_true")
     arguments = parser.parse_args()
     if not (arguments.dir / "model").exists():
-        loss = make(arguments.dir, arguments.seed, WarmupSettings(num_steps=arguments.steps))
+        settings = WarmupSettings(num_steps=arguments.steps)
+        call_share = 0.0 if arguments.no_calls else CALL_SHARE
+        loss = make(arguments.dir, arguments.seed, settings, call_share)
         print(f"taught {arguments.dir / 'model'}, final loss {loss:.3f}")
 
 

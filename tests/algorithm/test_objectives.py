@@ -146,6 +146,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[TokenBatch, Tensor], Tensor]]] 
     "clip": ({"fixed": FIXED, "dual_clip": 3.0}, by_ratio(lambda r, a: _ppo(r, a, 0.8, 1.2, 3.0))),
     "none": ({}, by_ratio(lambda r, a: -a * r)),
     "reinforce": ({}, lambda t, logprob: -t.advantage * logprob),
+    "nll": ({}, lambda t, logprob: -t.reward * logprob),
     "cispo": (
         {"cispo": {"low": 0.5, "high": 1.5}},
         lambda t, logprob: (
@@ -190,7 +191,7 @@ def test_the_derivative_is_that_of_the_published_loss(name: str, seed: int) -> N
     expected_T = torch.autograd.grad(loss.sum(), leaf_T)[0]
     coefficient_T = coefficients(make_objective(objective=name, **settings), tokens, weight_T)
     torch.testing.assert_close(coefficient_T, expected_T, rtol=1e-6, atol=1e-9)
-    held = {name for name in ("none", "reinforce", "cispo", "sapo", "topr") if name in CASES}
+    held = {name for name in ("none", "reinforce", "nll", "cispo", "sapo", "topr") if name in CASES}
     assert name in held or 0 < int((expected_T == 0).sum()) < TOKENS
 
 

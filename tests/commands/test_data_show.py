@@ -137,3 +137,23 @@ def test_a_reference_that_holds_no_tests_is_refused_with_its_row(config_file, tm
 
     with pytest.raises(ValueError, match=r"tests.jsonl:2: the reference answer must hold tests"):
         inspect_data(load_config(config_file, overrides), num_rows=0)
+
+
+def test_demonstrations_are_shown_with_what_trains_in_colour(config_file, tmp_path):
+    rows = [{"prompt": f"{n}+1?", "response": f"[b]{n + 1}"} for n in range(3)]
+    write_jsonl(tmp_path / "shown.jsonl", *rows, {"prompt": "?"})
+    override = f"demonstrations.train=[{{path: {tmp_path}/shown.jsonl}}]"
+
+    report = inspect_data(load_config(config_file, [override, "data.train=null"]), num_rows=2)
+
+    shown = report["demonstrations"]
+    assert [row["key"] for row in shown["rows"]] == ["shown.jsonl:0", "shown.jsonl:1"]
+    assert shown["rows"][1]["parts"] == [(False, rendered("1+1?")), (True, "[b]2<|im_end|>")]
+    assert (shown["report"]["num_kept"], shown["report"]["num_bad"]) == (3, 1)
+    assert any("1 of 4 rows are bad" in line for line in report["warnings"])
+    assert "\n**trained**\n\n    [b]1<|im_end|>\n" in printed(report)
+    stream = io.StringIO()
+    print_data(
+        Console(file=stream, width=300, force_terminal=True, color_system="standard"), report
+    )
+    assert "\x1b[32m    [b]1<|im_end|>\x1b[0m" in stream.getvalue()

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import typer
 from rich.console import Console
@@ -220,3 +221,45 @@ def test_texts_of_another_dump_are_refused(dump: Path) -> None:
 
     with pytest.raises(DumpError, match="sample 0 of group 0 has 3 texts"):
         report_of(dump, 1)
+
+
+def saved(path: Path, *arguments: object) -> list[dict[str, Any]]:
+    out = path.parent / "good.parquet"
+    options = ["--out", out, "--min-reward", 1, *arguments]
+    cli.app(["samples", "save", *map(str, [path, *options])], standalone_mode=False)
+    return pq.read_table(out).to_pylist()
+
+
+def test_good_responses_of_all_steps_become_demonstrations_once_and_newest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for step, rewards in ((1, (1.0, 1.0, 0.5)), (2, (1.0, 2.0, 1.0))):
+        episode, *plain = make_episode(3, (2, 4, 1)), *(make_sample(3, 5, index=n) for n in (1, 2))
+        add_branch(episode, (1, 2, 4), shared_tokens=3)
+        samples = (episode, *plain)
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.prompt, sample.reward = episode.prompt, reward
+            sample.finish_reason = FinishReason.STOP
+        plain[1].response_token_ids = plain[1].response_token_ids + step  # equal in no two steps
+        if step == 2:
+            plain[1].finish_reason = FinishReason.LENGTH
+        groups = (Group(0, samples),)
+        path = run / "rollouts" / f"step_00000{step}.parquet"
+        write_batch(path, RolloutBatch(step=step, version=9, groups=groups))
+
+    rows = saved(run)
+
+    assert [(row["step"], row["reward"]) for row in rows] == [(2, 1.0), (2, 1.0), (2, 2.0)]
+    first, branch, _ = rows
+    prompt, response = episode.prompt.token_ids.tolist(), episode.response_token_ids.tolist()
+    assert first["token_ids"] == prompt + response
+    assert first["is_trained"] == [False] * 3 + [True] * 2 + [False] * 4 + [True]
+    assert branch["is_trained"][-7:] == [True] + [False] * 2 + [True] * 4
+    assert first["prompt_id"] == "train.jsonl:0"
+    assert "2 of 6 responses, to 1 prompts" in capsys.readouterr().err
+    assert len(saved(run, "--per-prompt", 1)) == 2
+    with pytest.raises(ValueError, match=r"rollouts: none of 6 responses .* lower --min-reward"):
+        saved(run, "--min-reward", 9)
+    with pytest.raises(typer.BadParameter, match=r"--out: must end in \.parquet"):
+        saved(run, "--out", "x.jsonl")

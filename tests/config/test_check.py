@@ -88,7 +88,7 @@ EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
             BEST,
             f"{SAVES}, got 20 with 8",
         ),
-        (f"{SCORE} replay=dumps train.steps=2", BEST, "a replay runs none"),
+        (f"{SCORE} replay=dumps train.steps=2", BEST, "which only engines can sample"),
         (f"{BACKEND}=nccl rollout.servers=[http://a:1]", BACKEND, "no GPU"),
         ("parallel.timeout_s=600", "rollout.health.patience_s", "below parallel.timeout_s = 600"),
         (f"rollout.keep_dumps=20 {SAVES}=20", SAVES, "below rollout.keep_dumps = 20"),

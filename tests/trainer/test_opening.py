@@ -167,7 +167,7 @@ def test_lines_and_the_last_error_of_a_run_are_in_its_console_log(tmp_path, monk
         pass
     text = (tmp_path / "run" / "console.log").read_text()
     lines = text.splitlines()
-    assert lines[0].endswith(" replay has no server: eval.sets are not evaluated")
+    assert lines[0].endswith(" the run has no server: eval.sets are not evaluated")
     assert lines[1].endswith(" no server left")
     assert lines[-1].endswith("RolloutError: no server left")
     assert "already holds" not in text

@@ -59,8 +59,8 @@ def _reinforce_pp_baseline(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
     return _reinforce_pp(_grpo_no_std(reward_PG, length_PG), length_PG)
 
 
-def _distill(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
-    """0, so that tokens have only the advantage that the teacher adds."""
+def _none(reward_PG: Tensor, length_PG: Tensor) -> Tensor:
+    """0: for objectives without advantages, and tokens whose advantage the teacher adds."""
     return reward_PG.new_zeros(reward_PG.shape)
 
 
@@ -71,7 +71,8 @@ NAMED = {
     "opo": _opo,
     "reinforce_pp": _reinforce_pp,
     "reinforce_pp_baseline": _reinforce_pp_baseline,
-    "distill": _distill,
+    "distill": _none,
+    "none": _none,
 }
 
 SHIFTED = ("grpo_no_std", "rloo", "opo")

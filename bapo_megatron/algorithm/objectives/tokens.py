@@ -34,6 +34,15 @@ def reinforce(tokens: TokenBatch) -> Tensor:
     return -tokens.advantage * tokens.logprob
 
 
+def nll(tokens: TokenBatch) -> Tensor:
+    """Imitate: −R · ℓ, where the reward R of a demonstration is its weight.
+
+    On a policy's own responses with rewards 0 and 1 it is rejection sampling (RAFT, arXiv
+    2304.06767); a reward below 0 makes a response less likely, without a limit.
+    """
+    return -tokens.reward * tokens.logprob
+
+
 class CispoConfig(Section):
     """CISPO clamps a token's weight r, but keeps its gradient."""
 
@@ -193,6 +202,7 @@ NAMED = {
         lambda *_: _of(reinforce, weight=lambda ratio_TK: ratio_TK.new_ones(ratio_TK.shape)),
         centers=True,
     ),
+    "nll": NamedObjective(lambda *_: FunctionObjective(nll, trains_zero_advantage=True)),
     "cispo": NamedObjective(lambda o, *_: _cispo(o), CispoConfig, centers=True),
     "sapo": NamedObjective(lambda o, *_: _of(sapo, o), SapoConfig),
     "ce_gppo": NamedObjective(

@@ -185,10 +185,10 @@ def _check(run: PlannedRun, gpu_shares: Sequence[str], *, is_here: bool) -> None
     """Check what training needs, that there is a score to compare, and the run directory."""
     config, steps = run.config, run.config.train.steps
     every = config.eval.every_steps
-    if config.replay.dumps is not None or not config.eval.sets:
+    if not config.has_engines or not config.eval.sets:
         raise ConfigError(
-            "eval.sets: must have a set, which replay does not evaluate: runs are compared by "
-            "their scores; add a set, and leave out replay"
+            "eval.sets: must have a set, which runs without engines do not evaluate: runs are "
+            "compared by their scores; add a set, and leave out replay and nll"
         )
     if not config.eval.at_end and not (every and steps % every == 0):
         raise ConfigError(
