@@ -13,7 +13,14 @@ import typer
 import yaml
 from omegaconf import OmegaConf
 
-from bapo_megatron.commands.options import IgnoreFieldOption
+from bapo_megatron.commands.options import (
+    GpuMemoryOption,
+    GpuOption,
+    HostMemoryOption,
+    IgnoreFieldOption,
+    LocalLayersOption,
+    NodeGpusOption,
+)
 from bapo_megatron.config.check import check_data, check_model_dir
 from bapo_megatron.config.data import DataConfig, TrainSetConfig, is_pattern
 from bapo_megatron.config.load import literal, parse_section
@@ -30,10 +37,16 @@ from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.runtime.calls import shown_value
 from bapo_megatron.runtime.files import atomic_write_text
+from bapo_megatron.runtime.gpus import MAX_GPUS
 from bapo_megatron.telemetry.console import say
 from bapo_megatron.tools.planning.memory import model_parameters
-from bapo_megatron.tools.planning.plan import Plan, PlanOptions, choose_layout
-from bapo_megatron.tools.planning.scenario import MAX_GPUS
+from bapo_megatron.tools.planning.plan import (
+    MIN_RESPONSE_TOKENS,
+    WAYS,
+    Plan,
+    PlanOptions,
+    choose_layout,
+)
 
 _MAX_PROMPT_TOKENS = 4096
 """Longer prompts are dropped; the limit is lower where all prompts are shorter."""
@@ -73,13 +86,21 @@ def command(
         int,
         typer.Option(min=0, max=MAX_GPUS, help="GPUs for training and sampling; 0: CPU only."),
     ],
-    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
-    node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
+    gpu: GpuOption = "H100",
+    gpu_memory: GpuMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    node_gpus: NodeGpusOption = 8,
+    local_layers: LocalLayersOption = False,
+    lora: Annotated[
+        bool | None,
+        typer.Option("--lora/--full", help="Adapters, or all weights; default: all if they fit."),
+    ] = None,
     response_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Maximum, within the model's positions; default: 8192, on a CPU 256.",
+            help="Maximum, within the model's positions; default: 8192, shortened to "
+            f"{MIN_RESPONSE_TOKENS} at least if GPUs lack memory; on a CPU 256.",
         ),
     ] = None,
     prompt_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
@@ -100,13 +121,24 @@ def command(
         name="train" if is_pattern(data) else "",
     )
     policy = ModelConfig(path=model, ignored_config_fields=tuple(ignore_field or ()))
-    options = PlanOptions(gpu=gpu, node_gpus=node_gpus)
+    options = PlanOptions(
+        gpu=gpu,
+        gpu_memory_gb=gpu_memory,
+        host_memory_gb=host_memory,
+        node_gpus=node_gpus,
+        layers="local" if local_layers else "transformer-engine",
+    )
     inputs = _read_inputs(policy, train_set)
     draft = _draft(directory, policy, inputs, response_tokens or (8192 if gpus else 256))
-    config, plan = (
-        choose_layout(draft, inputs.hf, options, gpus) if gpus else (_on_cpu(draft), None)
-    )
-    text = _as_yaml(config, inputs, plan, gpus)
+    if gpus:
+        ways = tuple(WAYS) if lora is None else ("lora" if lora else "full",)
+        shortest = response_tokens or MIN_RESPONSE_TOKENS
+        config, plan = choose_layout(
+            draft, inputs.hf, options, gpus, ways=ways, min_response_tokens=shortest
+        )
+    else:
+        config, plan = _on_cpu(draft), None
+    text = _as_yaml(config, inputs, plan)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
     reread = parse_section(RunConfig, settings, str(target))
     assert reread == config, "the file says what was planned"
@@ -116,12 +148,16 @@ def command(
         say(line)
     if not any(model.glob("*.safetensors")):
         say(f"{model} has no *.safetensors yet, which config and train need; download them")
-    values, reasons = flat_settings(config), _reasons(config, inputs, plan)
-    chosen = [k for k in reasons if k.startswith(_SAVINGS) and values[k] not in ("none", 0)]
-    savings = "".join(f"  {key}={_scalar(values[key])}: {reasons[key]}\n" for key in chosen)
-    to_fit = f"to fit, it has\n{savings}" if chosen else ""
-    next_commands = _next_commands(target, plan, gpus)
-    typer.echo(f"wrote {target}; {to_fit}look through it, and then\n\n{next_commands}")
+    values, before = flat_settings(config), flat_settings(draft)
+    chosen = [
+        f"  {key}={_scalar(values[key])}: {reason}\n"
+        for key, reason in _reasons(config, inputs, plan).items()
+        if key.startswith(_SAVINGS) and values[key] != before[key]
+    ]
+    needs = f"{_hardware(plan)}:\n{_peaks(plan)}\n" if plan is not None else ""
+    to_fit = f"to fit, it has\n{''.join(chosen)}" if chosen else ""
+    next_commands = _next_commands(target, plan, options)
+    typer.echo(f"wrote {target}; {needs}{to_fit}look through it, and then\n\n{next_commands}")
 
 
 def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
@@ -216,20 +252,30 @@ def _on_cpu(draft: RunConfig) -> RunConfig:
     return config
 
 
-def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None, gpus: int) -> str:
+def _hardware(plan: Plan) -> str:
+    """Which GPUs train, and which sample."""
+    division = "sampling in turns" if plan.sampling_bytes else "the others sample"
+    return f"for {plan.gpus} {plan.assumptions.gpu.name}: {plan.trainer_gpus} train, {division}"
+
+
+def _peaks(plan: Plan) -> str:
+    """The peaks of both phases on the fullest GPU, in GB, and what a node's host memory holds."""
+    phases = {"training": plan.worst_stage.total_bytes, "sampling": plan.sampling_bytes}
+    peaks = [f"{name} {size / 1e9:.1f}" for name, size in phases.items() if size]
+    of_host = f"; host memory {plan.host_bytes_per_node / 1e9:,.0f} GB per node"
+    of_host *= bool(plan.host_bytes_per_node)
+    total_gb = plan.assumptions.gpu_memory_bytes / 1e9
+    return f"Peak memory by `plan`: {', '.join(peaks)} of {total_gb:.0f} GB{of_host}"
+
+
+def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> str:
     """The file: the keys of ``_reasons`` that are always shown or differ from their default."""
     changed = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
     values = flat_settings(config)
     values["reward.functions"] = [{"name": "math", "function": "math"}]
     lines = ["# By `bapo-megatron init` for a CPU: one process trains and samples in turns."]
     if plan is not None:
-        needed_gb = max(plan.worst_stage.total_bytes, plan.sampling_bytes) / 1e9
-        hardware = plan.assumptions
-        needs = f"{needed_gb:.0f} of {hardware.gpu_memory_bytes / 1e9:.0f} GB on the fullest GPU"
-        is_colocated = hardware.placement == "colocated"
-        division = "sampling in turns" if is_colocated else "the others sample"
-        place = f"{gpus} {hardware.gpu.name}: {plan.gpus} train, {division}"
-        lines = [f"# By `bapo-megatron init` for {place}.", f"# `plan`: {needs}."]
+        lines = [f"# By `bapo-megatron init` {_hardware(plan)}.", f"# {_peaks(plan)}."]
     lines += [
         "# Paths are relative to the directory in which commands are run. All keys with their",
         "# meaning: bapo-megatron config",
@@ -261,7 +307,7 @@ _ALWAYS = {
 """Keys that are written even with their default."""
 
 
-_SAVINGS = ("megatron.", "ops.", "model.lora.")
+_SAVINGS = ("megatron.", "ops.", "model.lora.", "rollout.max_response", "rollout.server.mem")
 """Beginnings of keys that save memory."""
 
 
@@ -273,7 +319,10 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> dict[str,
         dtype_reason = f"its config.json says {shown_value(inputs.stored_dtype)}"
     if config.rollout.engine == "local":
         dtype_reason = "faster on a CPU than bfloat16"
-    host_gb = plan.host_bytes_per_node / 1e9 if plan is not None else 0.0
+    host_gb, cache = 0.0, ""
+    if plan is not None:
+        host_gb = plan.host_bytes_per_node / 1e9
+        cache = f"weights and {plan.rollout.kv_cache_tokens:,} tokens; the trainer keeps the rest"
     columns = f"columns {row_format.prompt_column} and {row_format.answer_column}"
     num_long = sum(len(prompt.answer) > _LONG_ANSWER_CHARS for prompt in prompts)
     grading = "1 if the answer is right, else 0; or package.module:function"
@@ -314,7 +363,7 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> dict[str,
         "rollout.server.count": "per node",
         "rollout.server.tensor": "GPUs of each server, for the longest sequence",
         "rollout.server.first_gpu": "those before it train",
-        "rollout.server.mem_fraction": "leaves room for what the trainer keeps",
+        "rollout.server.mem_fraction": cache,
         "reward.functions": grading,
         "algorithm.objective": "clip is GRPO; docs/objectives.md has the others",
         "algorithm.updates_per_batch": "more of them learn more from a batch, with staler samples",
@@ -325,17 +374,21 @@ def _reasons(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> dict[str,
     }
 
 
-def _next_commands(target: Path, plan: Plan | None, gpus: int) -> str:
+def _next_commands(target: Path, plan: Plan | None, options: PlanOptions) -> str:
     run, file = "python -m bapo_megatron", shlex.quote(str(target))
     if plan is None:
         commands = ("data show {}", "config {}", "train {} --resume")
         return "\n".join(f"{run} {command.format(file)}" for command in commands)
-    node_gpus, ranks = plan.assumptions.node_gpus, plan.layout.gpus
-    hardware = f"--gpus {ranks} --gpu {plan.assumptions.gpu.name}"
-    if node_gpus != PlanOptions().node_gpus:
-        hardware += f" --node-gpus {node_gpus}"
-    if gpus > node_gpus:
-        hardware += f" --rollout-gpus {gpus - ranks}"
+    node_gpus, ranks, gpus = plan.assumptions.node_gpus, plan.trainer_gpus, plan.gpus
+    hardware = f"--gpus {gpus} --gpu {plan.assumptions.gpu.name}"
+    for flag, value in (
+        ("trainer-gpus", ranks * (ranks < gpus)),
+        ("node-gpus", node_gpus * (node_gpus != PlanOptions().node_gpus)),
+        ("gpu-memory", options.gpu_memory_gb),
+        ("host-memory", options.host_memory_gb),
+    ):
+        hardware += f" --{flag} {value}" if value else ""
+    hardware += " --local-layers" * (options.layers == "local")
     lines = [f"{run} data show {file}", f"{run} config {file}", f"{run} plan {file} {hardware}"]
     if gpus <= node_gpus:
         start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run

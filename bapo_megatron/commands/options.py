@@ -7,6 +7,7 @@ import typer
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.runtime.gpus import GPUS, MAX_GPUS
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.")]
 OverridesArgument = Annotated[
@@ -16,6 +17,17 @@ OverridesArgument = Annotated[
 IgnoreFieldOption = Annotated[
     list[str] | None,
     typer.Option(help="As model.ignored_config_fields: a field of config.json; repeatable."),
+]
+GpuOption = Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")]
+GpuMemoryOption = Annotated[
+    float | None, typer.Option(min=1, max=1e6, help="GB per GPU; default: that GPU's.")
+]
+HostMemoryOption = Annotated[
+    float | None, typer.Option(min=1, max=1e6, help="GB per node; default: enough.")
+]
+NodeGpusOption = Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")]
+LocalLayersOption = Annotated[
+    bool, typer.Option("--local-layers", help="Without Transformer Engine.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

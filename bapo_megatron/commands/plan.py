@@ -14,10 +14,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bapo_megatron.commands.options import ConfigArgument, JsonOption, OverridesArgument, load
+from bapo_megatron.commands.options import (
+    ConfigArgument,
+    GpuMemoryOption,
+    GpuOption,
+    HostMemoryOption,
+    JsonOption,
+    LocalLayersOption,
+    NodeGpusOption,
+    OverridesArgument,
+    load,
+)
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import read_hf_config_file
+from bapo_megatron.runtime.gpus import MAX_GPUS
 from bapo_megatron.telemetry.console import uncut_console
 from bapo_megatron.tools.planning.memory import (
     BUFFER_TOKEN_BYTES,
@@ -26,7 +37,6 @@ from bapo_megatron.tools.planning.memory import (
     StageMemory,
 )
 from bapo_megatron.tools.planning.plan import ESTIMATED, Plan, PlanOptions, make_plan
-from bapo_megatron.tools.planning.scenario import MAX_GPUS
 
 _MAX_LAYOUTS = 12
 """Rows of the list of layouts; --json has all of them."""
@@ -36,27 +46,29 @@ def command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     gpus: Annotated[
-        int | None, typer.Option(max=MAX_GPUS, help="Trainer GPUs; default: the fewest that fit.")
+        int | None,
+        typer.Option(min=1, max=MAX_GPUS, help="All GPUs; default: the fewest that fit."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
-    gpu_memory: Annotated[
-        float | None, typer.Option(min=1, max=1e6, help="GB per GPU; default: that GPU's.")
+    trainer_gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_GPUS, help="Those that train; default: by rollout, or half."),
     ] = None,
-    node_gpus: Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")] = 8,
+    gpu: GpuOption = "H100",
+    gpu_memory: GpuMemoryOption = None,
+    host_memory: HostMemoryOption = None,
+    host_bandwidth: Annotated[
+        float, typer.Option(min=0.1, max=1e4, help="GB/s between host memory and a GPU.")
+    ] = 25.0,
+    node_gpus: NodeGpusOption = 8,
     mfu: Annotated[
         float, typer.Option(min=0.01, max=1, help="Model FLOPS utilization of GEMMs.")
     ] = 0.4,
-    local_layers: Annotated[
-        bool, typer.Option("--local-layers", help="Without Transformer Engine.")
-    ] = False,
+    local_layers: LocalLayersOption = False,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Mean prompt length; default: at most 256.")
     ] = None,
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="Mean response length; default: half the maximum.")
-    ] = None,
-    rollout_gpus: Annotated[
-        int | None, typer.Option(min=1, max=MAX_GPUS, help="Default: by rollout, or as train.")
     ] = None,
     rollout_tokens_per_s: Annotated[
         float | None, typer.Option(min=0.001, max=1e9, help="Tokens/s per rollout GPU.")
@@ -70,14 +82,16 @@ def command(
     run_config = load(config, overrides)
     options = PlanOptions(
         gpus=gpus,
+        trainer_gpus=trainer_gpus,
         gpu=gpu,
         gpu_memory_gb=gpu_memory,
+        host_memory_gb=host_memory,
+        host_gb_per_s=host_bandwidth,
         node_gpus=node_gpus,
         mfu_share=mfu,
         layers="local" if local_layers else "transformer-engine",
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,
-        rollout_gpus=rollout_gpus,
         rollout_tokens_per_s=rollout_tokens_per_s,
     )
     hf = _read_model("model", run_config.model.path, run_config, model_config)
@@ -111,7 +125,7 @@ def _print_plan(plan: Plan, console: Console) -> None:
         ESTIMATED,
         _traffic_table(plan),
         _phases_table(plan),
-        f"GPU-hours of {plan.all_gpus} GPUs: {_number(hours)} per step, "
+        f"GPU-hours of {plan.gpus} GPUs: {_number(hours)} per step, "
         f"{_number(hours * plan.steps)} in {plan.steps:,} steps",
         *(
             f"cost at {cost:g} per GPU-hour: {_number(hours * cost)} per step, "
@@ -168,7 +182,7 @@ def _memory_table(plan: Plan) -> Table:
 def _frozen_table(plan: Plan) -> Table:
     return _table(
         "Frozen models per GPU, GB, included in the total (scoring replaces activations, logits "
-        f"and workspace); host memory: {_gb(plan.host_bytes_per_node)} GB per node",
+        "and workspace)",
         _shown_stages(plan),
         {
             "stage": lambda s: str(s.stage),
@@ -189,12 +203,14 @@ def _verdicts(plan: Plan) -> list[str]:
     """Whether the trainer fits, and what a rollout GPU holds."""
     assumptions, memory = plan.assumptions, plan.rollout
     answer = "[green]fits[/]" if plan.fits else "[red]does not fit[/]"
-    needs = f"{_gb(plan.worst_stage.total_bytes)} GB"
+    needs, host = f"{_gb(plan.worst_stage.total_bytes)} GB", ""
     if plan.sampling_bytes:
         needs += f", {_gb(plan.sampling_bytes)} GB while servers sample,"
+    if plan.host_bytes_per_node:
+        host = f", and {_gb(plan.host_bytes_per_node)} GB of host memory per node"
     return [
         f"{needs} + {_gb(assumptions.reserve_bytes)} GB reserve of "
-        f"{_gb(assumptions.gpu_memory_bytes)} GB: {answer}",
+        f"{_gb(assumptions.gpu_memory_bytes)} GB{host}: {answer}",
         f"rollout GPU, {memory.gpus_per_server} per server: weights {_gb(memory.weights_bytes)} "
         f"GB + KV cache {_gb(memory.kv_cache_bytes)} GB, {memory.kv_bytes_per_token:,.0f} "
         "bytes per token",
@@ -274,7 +290,7 @@ def _layouts_table(plan: Plan) -> Table:
 
 def _assumptions(plan: Plan) -> list[str]:
     a, gpu = plan.assumptions, plan.assumptions.gpu
-    host_link = f"copies from host memory: {a.host_link_bytes_per_s / 1e9:.0f} GB/s per GPU"
+    host_link = f"host memory: {a.host_link_bytes_per_s / 1e9:.0f} GB/s per GPU"
     lines = [
         f"{gpu.name}: {a.peak_flops / 1e12:,.0f} TFLOP/s peak at {a.mfu_share:.0%} MFU, "
         f"{gpu.memory_bytes_per_s / 1e12:.2f} TB/s at {a.memory_share:.0%}",

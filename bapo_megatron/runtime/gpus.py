@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+MAX_GPUS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -19,7 +21,7 @@ class Gpu:
     """0: not supported."""
     memory_bytes_per_s: float
     node_link_bytes_per_s: float
-    """NVLink, to the other GPUs of the node."""
+    """NVLink, or PCIe where there is none, to the other GPUs of the node."""
     network_bytes_per_s: float
     """Network of one GPU: a 200 or 400 Gbit/s port."""
 
@@ -27,13 +29,15 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        Gpu("RTX4090", 24, 165e12, 82.6e12, 330e12, 1.01e12, 32e9, 25e9),
+        Gpu("L40S", 48, 362e12, 91.6e12, 733e12, 0.864e12, 32e9, 25e9),
         Gpu("A100", 80, 312e12, 19.5e12, 0, 2.04e12, 300e9, 25e9),
         Gpu("H100", 80, 989e12, 67e12, 1979e12, 3.35e12, 450e9, 50e9),
         Gpu("H200", 141, 989e12, 67e12, 1979e12, 4.8e12, 450e9, 50e9),
         Gpu("B200", 180, 2250e12, 80e12, 4500e12, 8.0e12, 900e9, 50e9),
     )
 }
-"""NVIDIA's SXM parts (data sheets of 2020, 2022, 2023 and 2024)."""
+"""NVIDIA's SXM parts, and two cards with PCIe 4.0 x16 (data sheets of 2020 to 2024)."""
 
 
 def count_gpus() -> int:
@@ -65,7 +69,7 @@ def recognize_gpu(device_name: str) -> Gpu | None:
 
     PCIe and NVL cards share the names of the SXM parts, but are slower.
     """
-    words = re.split(r"[ -]", device_name)
+    words = re.split(r"[ -]", device_name.replace("RTX 4090", "RTX4090"))
     if {"PCIe", "PCIE", "NVL"} & set(words):
         return None
     return next((GPUS[word] for word in words if word in GPUS), None)

@@ -35,7 +35,7 @@ def plan(
 
 
 def test_the_tables_are_readable_on_100_columns(plan: RunPlan) -> None:
-    shown = plan(*MODEL, "--gpus", "16", "--gpu-memory", "80", "log.gpu_hour_cost=2.5")
+    shown = plan(*MODEL, "--trainer-gpus", "16", "--gpu-memory", "80", "log.gpu_hour_cost=2.5")
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 100
     assert "…" not in shown  # nothing is cut off
@@ -50,8 +50,8 @@ def test_the_tables_are_readable_on_100_columns(plan: RunPlan) -> None:
 
 
 def test_options_and_overrides_change_the_plan_and_json_holds_every_figure(plan: RunPlan) -> None:
-    options = ("--gpu", "b200", "--mfu", "0.5", "--response-tokens", "1000", "--gpus", "8")
-    rollout = ("--rollout-gpus", "3", "--rollout-tokens-per-s", "2000")
+    options = ("--gpu", "b200", "--mfu", "0.5", "--response-tokens", "1000", "--gpus", "11")
+    rollout = ("--trainer-gpus", "8", "--rollout-tokens-per-s", "2000")
     figures = json.loads(plan("parallel.context=1", *MODEL, *options, *rollout, "--json"))
     assert list(figures["layout"].values()) == [2, False, 2, 1, 1, 2, 1, None]
     assumptions = figures["assumptions"]
@@ -111,8 +111,8 @@ def test_a_teacher_s_table_fits_100_columns_and_its_model_is_read(
         "frozen: algorithm.distillation.teacher, 32,763,876,352 parameters",
         "stage weights teacher's hidden states scoring host memory",
         # 65.5 GB over 2 tensor and 2 pipeline ranks, twice; without the head on the last stage.
-        "host memory: 127.9 GB per node",
+        "127.9 GB of host memory per node",
         "scoring (teacher)",
-        "copies from host memory: 25 GB/s per GPU",
+        "host memory: 25 GB/s per GPU",
     ):
         assert text in words, text

@@ -452,7 +452,7 @@ def train_variant(
         fused = uses_transformer_engine(groups.device, DTYPES[config.model.dtype])
         kind: LayerKind = "transformer-engine" if fused else "local"
         options = PlanOptions(
-            gpus=dist.get_world_size(),
+            trainer_gpus=dist.get_world_size(),
             gpu="H200",
             layers=kind,
             prompt_tokens=16,

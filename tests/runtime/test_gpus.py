@@ -10,6 +10,8 @@ from bapo_megatron.runtime.gpus import peak_flops, recognize_gpu
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L40S", 362e12),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA A100-PCIE-40GB", None),
         ("NVIDIA H100 NVL", None),

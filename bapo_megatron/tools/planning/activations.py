@@ -21,9 +21,12 @@ flash attention, and Megatron's fused SwiGLU; ``local`` off ours (``policy.local
 measured by the tests.
 """
 
+import functools
 from typing import Literal
 
+from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.policy.adapters import adapted
+from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import padded_vocab_size
 from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Mixer
 from bapo_megatron.policy.weight_table import layer_weights
@@ -93,15 +96,21 @@ def _change_for_adapters(tensors: dict[str, float], case: Scenario) -> None:
     hf, lora, ranks = case.hf, case.config.model.lora, case.layout.sequence_ranks
     if case.assumptions.layers == "local" and hf.norms_before:
         tensors["norms and inputs of the two products"] += 2 * FLOAT32_BYTES / ranks
+    mean = _visited_adapters(hf, lora) / hf.num_layers
+    tensors["outputs of A"] = lora.rank * mean * case.element_bytes
+
+
+@functools.cache
+def _visited_adapters(hf: HfConfig, lora: LoraConfig) -> int:
+    """Return the adapters of all layers that a token passes."""
     visits = hf.experts.per_token if hf.experts else 0
-    num_adapters = sum(
+    return sum(
         times * len(adapted(weight, hf, lora))
         for layer in range(hf.num_layers)
         for parts in (layer_weights(hf, layer),)
         for times, group in ((1, parts.shared), (visits, parts.expert))
         for weight in group
     )
-    tensors["outputs of A"] = lora.rank * num_adapters / hf.num_layers * case.element_bytes
 
 
 def mlp_bytes(case: Scenario) -> float:

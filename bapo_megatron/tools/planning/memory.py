@@ -90,6 +90,7 @@ def stage_experts(hf: HfConfig, layout: Layout, stage: int) -> int:
     return sum(expert_parameters(hf, layer, layout.expert_ranks) for layer in layers)
 
 
+@functools.cache
 def stage_adapters(hf: HfConfig, lora: LoraConfig, layout: Layout, stage: int) -> tuple[int, int]:
     """Return the adapters' parameters of a stage on one rank: of experts, and others."""
     experts_of_rank = hf.experts.num // layout.expert if hf.experts else 0
@@ -118,6 +119,7 @@ def visited_parameters(hf: HfConfig, sequences: int = 1) -> float:
     return model_parameters(hf) - idle * of_experts
 
 
+@functools.cache
 def model_parameters(hf: HfConfig) -> int:
     """Return the parameters of the whole model as published, its vocabulary without padding."""
     embeddings = 1 if hf.tied_embeddings else 2
@@ -201,7 +203,9 @@ def plan_memory(case: Scenario, work: Workload) -> list[StageMemory]:
         optimizer += state_bytes * trained_experts / case.layout.expert_replicas
         activations = in_flight * chunk * tokens
         logits = head_bytes if is_last else 0.0
-        frozen, hidden, scoring, host = 0.0, 0.0, 0.0, offload_share * optimizer
+        frozen, hidden, scoring, host = 0.0, 0.0, 0.0, 0.0
+        if offload_share:  # float32 weights, two moments, and gradients, all pinned
+            host = offload_share * 4 / copies * optimizer
         for model in case.frozen:
             waiting_bytes = case.element_bytes * waiting_parameters(model, layout, stage)
             frozen += case.element_bytes * stage_parameters(model.hf, layout, stage) - waiting_bytes

@@ -3,6 +3,7 @@
 ``choose_layout`` also decides which GPUs train and which sample, for ``init``.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 
 from bapo_megatron.config.check import check_settings
 from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.config.rollout import ServerConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.section import with_values
 from bapo_megatron.policy.adapters import targets_of
@@ -63,23 +65,18 @@ RECOMPUTE_CHOICES = ("none", "full")
 """Recomputation to try in other layouts, cheapest first; ``selective`` saves next to nothing where
 attention keeps no scores."""
 
-_COLOCATED_MEM_SHARE = 0.4
-"""Share of a GPU's memory for a server, beside the trainer's weights and optimizer states."""
 _EQUAL_TIME_RATIO = 1.1
 """Estimates that differ by at most this factor are taken as equal."""
-_CHUNKED = {"ops": {"logits_chunk_tokens": 2048}}
-_SAVINGS: tuple[dict[str, Any], ...] = (
-    {},
-    _CHUNKED,
-    {**_CHUNKED, "megatron": {"optimizer_offload_share": 1.0}},
-    {
-        **_CHUNKED,
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {
         "model": {"lora": {"rank": 32}},
         "optimizer": {"lr": 1e-5},
         "rollout": {"weight_sync": {"verify": 10}},  # its default with adapters
     },
-)
-"""What ``choose_layout`` sets where recomputation is not enough, by what it costs."""
+}
+"""What ``choose_layout`` may train: all weights or adapters."""
+MIN_RESPONSE_TOKENS = 1024
 _TOKENS_MULTIPLE = 128
 """Micro-batches are multiples of this, which every layout divides (``packing_multiples``)."""
 
@@ -89,14 +86,16 @@ class PlanOptions:
     """Options of the command; its help says what None stands for."""
 
     gpus: int | None = None
+    trainer_gpus: int | None = None
     gpu: str = "H100"
     gpu_memory_gb: float | None = None
+    host_memory_gb: float | None = None
+    host_gb_per_s: float = 25.0
     node_gpus: int = 8
     mfu_share: float = 0.4
     layers: LayerKind = "transformer-engine"
     prompt_tokens: int | None = None
     response_tokens: int | None = None
-    rollout_gpus: int | None = None
     rollout_tokens_per_s: float | None = None
     miss_share: float = MISS_SHARE
 
@@ -124,9 +123,9 @@ class Plan:
     model_type: str
     model_parameters: int
     gpus: int
-    """Trainer GPUs."""
-    all_gpus: int
     """Trainer and rollout GPUs together, colocated ones once."""
+    trainer_gpus: int
+    """Those that train."""
     layout: Layout
     recompute: str
     assumptions: Assumptions
@@ -182,7 +181,8 @@ def make_plan(
         ValueError: Something does not divide or fit, or the GPU is unknown; one line.
     """
     check_settings(config, hf.max_position_embeddings)
-    layout = configured_layout(config.parallel, options.gpus)
+    trainer_gpus = _trainer_gpus(config, options)
+    layout = configured_layout(config.parallel, trainer_gpus)
     check_division(hf, config.parallel)
     specs = frozen_specs(config, hf, frozen or {})
     passes = plan_passes(config.algorithm, options.miss_share)
@@ -192,7 +192,7 @@ def make_plan(
         return Scenario(config, hf, layout, assumptions, passes, specs)
 
     case = on(layout)
-    if options.gpus is None:
+    if trainer_gpus is None:
         powers = (2**exponent for exponent in range(_max_data(config).bit_length()))
         more = (on(replace(layout, data=layout.data * power)) for power in powers)
         case = next((other for other in more if _fits(other)), case)
@@ -207,13 +207,13 @@ def make_plan(
     others_s = sum(phase.seconds for phase in phases[1:])
     seconds = rollout_phase.seconds, others_s
     step_s = max(seconds) if config.rollout.steps_ahead > 0 else sum(seconds)
-    all_gpus = layout.gpus + assumptions.rollout_gpus * (assumptions.placement != "colocated")
+    all_gpus = layout.gpus + assumptions.rollout_gpus * config.rollout.has_own_gpus
     return Plan(
         name=config.name,
         model_type=hf.model_type,
         model_parameters=model_parameters(hf),
-        gpus=layout.gpus,
-        all_gpus=all_gpus,
+        gpus=all_gpus,
+        trainer_gpus=layout.gpus,
         layout=layout,
         recompute=config.megatron.recompute,
         assumptions=assumptions,
@@ -241,8 +241,42 @@ def make_plan(
     )
 
 
+def _trainer_gpus(config: RunConfig, options: PlanOptions) -> int | None:
+    """Return the GPUs that train, or None for as few as fit: of all, those that do not sample.
+
+    Where neither the options nor the configuration say how many sample, half of them do.
+    """
+    gpus, trainer_gpus = options.gpus, options.trainer_gpus
+    if gpus is None:
+        return trainer_gpus
+    if not config.rollout.has_own_gpus:
+        return gpus
+    trainer_gpus = trainer_gpus or gpus - (_server_gpus(config) or gpus // 2)
+    if not 0 < trainer_gpus < gpus:
+        raise ValueError(
+            f"--gpus: must exceed the {trainer_gpus} that train, and those of the servers, got "
+            f"{gpus}; give more, or share them (rollout.colocated=true)"
+        )
+    return trainer_gpus
+
+
+def _placement(config: RunConfig) -> Placement:
+    rollout = config.rollout
+    if rollout.colocated:
+        return "colocated"
+    has_node = rollout.starts_servers and rollout.server.first_gpu
+    return "same node" if has_node else "elsewhere"
+
+
+def _server_gpus(config: RunConfig) -> int:
+    """Return the GPUs of the servers, 0 if the configuration does not say."""
+    rollout, is_elsewhere = config.rollout, _placement(config) == "elsewhere"
+    num_servers = len(rollout.servers) if is_elsewhere else rollout.server.count
+    return num_servers * rollout.server.tensor
+
+
 def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assumptions:
-    """Fill in what neither the configuration nor the options say.
+    """Fill in what neither the configuration nor the options say; ``gpus`` GPUs train.
 
     Raises:
         ValueError: The GPU is unknown or lacks the number format, or a length is too large.
@@ -255,14 +289,13 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         if mean is not None and mean > longest:
             raise ValueError(f"{option}: must be at most {key} = {longest}, got {mean}; lower it")
     gpu = find_gpu(options.gpu)
-    rollout, server = config.rollout, config.rollout.server
-    placement: Placement = "colocated" if rollout.colocated else "elsewhere"
-    if placement == "elsewhere" and rollout.starts_servers and server.first_gpu:
-        placement = "same node"
-    num_servers = len(rollout.servers) if placement == "elsewhere" else server.count
+    placement, host_memory_gb = _placement(config), options.host_memory_gb
+    others = (options.gpus or gpus) - gpus if placement == "elsewhere" else 0
     return Assumptions(
         gpu=gpu,
         gpu_memory_bytes=(options.gpu_memory_gb or gpu.memory_gb) * 1e9,
+        host_memory_bytes=None if host_memory_gb is None else host_memory_gb * 1e9,
+        host_link_bytes_per_s=options.host_gb_per_s * 1e9,
         layers=options.layers,
         peak_flops=peak_flops(gpu, config.model.dtype, config.megatron.fp8),
         mfu_share=options.mfu_share,
@@ -271,7 +304,7 @@ def make_assumptions(config: RunConfig, gpus: int, options: PlanOptions) -> Assu
         response_tokens=options.response_tokens or max(1, response // 2),
         miss_share=options.miss_share,
         placement=placement,
-        rollout_gpus=options.rollout_gpus or num_servers * server.tensor or gpus,
+        rollout_gpus=others or _server_gpus(config) or gpus,
         rollout_tokens_per_s=options.rollout_tokens_per_s,
     )
 
@@ -296,7 +329,10 @@ def _sampling_bytes(case: Scenario, stages: Sequence[StageMemory]) -> float:
 def _fits(case: Scenario, stages: Sequence[StageMemory] | None = None) -> bool:
     stages = stages or plan_memory(case, plan_workload(case))
     needed_bytes = max(_sampling_bytes(case, stages), *(stage.total_bytes for stage in stages))
-    return needed_bytes <= case.assumptions.gpu_memory_bytes - case.assumptions.reserve_bytes
+    assumptions, host_memory_bytes = case.assumptions, case.assumptions.host_memory_bytes
+    if host_memory_bytes is not None and _host_bytes_per_node(case, stages) > host_memory_bytes:
+        return False
+    return needed_bytes <= assumptions.gpu_memory_bytes - assumptions.reserve_bytes
 
 
 def _max_data(config: RunConfig) -> int:
@@ -354,11 +390,6 @@ def _notes(case: Scenario, stages: Sequence[StageMemory], rollout: RolloutMemory
         notes.append(
             f"tensor parallel {layout.tensor} exceeds a node of {assumptions.node_gpus} GPUs"
         )
-    if config.megatron.optimizer_offload_share:
-        gigabytes = _host_bytes_per_node(case, stages) / 1e9
-        notes.append(
-            f"offload: {gigabytes:,.0f} GB of host memory per node, frozen models included"
-        )
     if config.megatron.fp8 != "none":
         notes.append("fp8: GEMMs run at the FP8 peak; memory is counted as of bfloat16")
     if assumptions.layers == "local" and layout.context > 1:
@@ -373,13 +404,20 @@ def _notes(case: Scenario, stages: Sequence[StageMemory], rollout: RolloutMemory
 
 
 def choose_layout(
-    config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
+    config: RunConfig,
+    hf: HfConfig,
+    options: PlanOptions,
+    gpus: int,
+    *,
+    ways: Sequence[str] = tuple(WAYS),
+    min_response_tokens: int = MIN_RESPONSE_TOKENS,
 ) -> tuple[RunConfig, Plan]:
     """Divide ``gpus`` GPUs between trainer and servers, and choose the trainer's layout.
 
     On one node, half of the GPUs train; where no layout fits, all of them train and sample in
-    turns. Of several nodes, half train. Where nothing fits, ``_SAVINGS`` are tried. Of the layouts
-    that fit, the simplest one within ``_EQUAL_TIME_RATIO`` of the fastest is chosen.
+    turns. Of several nodes, half train. Where nothing fits, ``_savings`` are tried, then the next
+    of ``ways``, then half the response length. Of the layouts that fit, the simplest one within
+    ``_EQUAL_TIME_RATIO`` of the fastest is chosen; of savings too where GPUs take turns.
 
     Returns:
         The configuration with ``parallel``, what saves memory, the micro-batch (of as many tokens
@@ -395,47 +433,100 @@ def choose_layout(
             f"--gpus: must be whole nodes of {node_gpus} GPUs beyond one node, got {gpus}; give "
             f"{gpus // node_gpus * node_gpus}"
         )
-    for candidate, placed in _candidates(config, hf, options, gpus):
-        if (plan := make_plan(candidate, hf, placed)).fits:
-            return candidate, plan
+    longest = response_tokens = config.rollout.max_response_tokens
+    shortest = min(longest, min_response_tokens)
+    while response_tokens >= shortest:
+        shorter = with_values(config, rollout={"max_response_tokens": response_tokens})
+        for way in ways:
+            fitting = _fitting(with_values(shorter, **WAYS[way]), hf, options, gpus)
+            if (first := next(fitting, None)) is None:
+                continue
+            if first[1].assumptions.placement != "colocated":
+                return first
+            in_turns = [first, *(c for c in fitting if c[0].rollout.colocated)]
+            limit_s = _EQUAL_TIME_RATIO * min(plan.step_s for _, plan in in_turns)
+            return next(choice for choice in in_turns if choice[1].step_s <= limit_s)
+        response_tokens //= 2
     raise ValueError(
-        f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} with responses "
-        f"of {config.rollout.max_response_tokens} tokens, not even with recomputation, the "
-        "optimizer in host memory or LoRA; give more GPUs, fewer --response-tokens, or a smaller "
+        f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} "
+        f"({model_parameters(hf):,} parameters, in the trainer and in servers) with responses of "
+        f"{shortest} tokens, not even with recomputation, the optimizer in host memory"
+        f"{' or LoRA' * ('lora' in ways)}; give more GPUs, fewer --response-tokens, or a smaller "
         "model"
     )
 
 
-def _candidates(
+def _savings(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Yield what saves memory, from what costs least with large batches."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    few: dict[str, Any] = {"train": {"max_tokens_per_micro_batch": longest}}
+    chunked = {**few, "ops": {"logits_chunk_tokens": 2048}}
+    host, again = {"optimizer_offload_share": 1.0}, {"recompute": "full"}
+    yield from ({}, few, chunked)
+    yield from ({**chunked, "megatron": megatron} for megatron in (host, again, host | again))
+
+
+def _fitting(
     config: RunConfig, hf: HfConfig, options: PlanOptions, gpus: int
-) -> Iterator[tuple[RunConfig, PlanOptions]]:
-    """Yield configurations with a division and a layout each, the preferred ones first."""
-    has_recurrences = bool(targets_of(hf, LoraConfig(rank=1), "sections"))
-    for saving, division in product(_SAVINGS, _divisions(gpus, options.node_gpus)):
+) -> Iterator[tuple[RunConfig, Plan]]:
+    """Yield the preferred layout of each division with each of ``_savings``, where one fits."""
+    for saving, division in product(_savings(config), _divisions(gpus, options.node_gpus)):
         trainer_gpus, server_gpus, rollout = division
         divided = with_values(with_values(config, **saving), rollout=rollout)
-        elsewhere = gpus - trainer_gpus if gpus > options.node_gpus else None
-        placed = replace(options, gpus=trainer_gpus, rollout_gpus=elsewhere)
+        placed = replace(options, gpus=gpus, trainer_gpus=trainer_gpus)
         try:
             plan = make_plan(divided, hf, placed)
+            if (tensor := plan.rollout.gpus_per_server) > server_gpus:
+                continue
         except NoRoomError:
-            continue
-        if (tensor := plan.rollout.gpus_per_server) > server_gpus:
             continue
         server = {"tensor": tensor, "count": server_gpus // tensor}
         divided = with_values(divided, rollout={"server": server})
-        for estimate in _simplest_first(plan.layouts):
-            if divided.model.lora.rank and has_recurrences and estimate.layout.tensor > 1:
-                continue  # see check_targets
-            divisor = _TOKENS_MULTIPLE * estimate.layout.context
-            multiples = -(-config.train.max_tokens_per_micro_batch // divisor)
-            candidate = with_values(
-                divided,
-                parallel=estimate.layout.parallel,
-                megatron={"recompute": estimate.recompute},
-                train={"max_tokens_per_micro_batch": multiples * _TOKENS_MULTIPLE},
-            )
-            yield candidate, placed
+        if divided.rollout.colocated:
+            divided = _with_fraction(divided, plan, fills=False)
+            plan = make_plan(divided, hf, placed)
+        for candidate in _candidates(divided, hf, plan):
+            if (plan := make_plan(candidate, hf, placed)).fits:
+                if divided.rollout.colocated:
+                    candidate = _with_fraction(candidate, plan, fills=True)
+                    plan = make_plan(candidate, hf, placed)
+                yield candidate, plan
+                break
+
+
+def _candidates(divided: RunConfig, hf: HfConfig, plan: Plan) -> Iterator[RunConfig]:
+    """Yield a configuration with each of its plan's layouts, the preferred ones first."""
+    has_recurrences = bool(targets_of(hf, LoraConfig(rank=1), "sections"))
+    for estimate in _simplest_first(plan.layouts):
+        if divided.model.lora.rank and has_recurrences and estimate.layout.tensor > 1:
+            continue  # see check_targets
+        if estimate.recompute != "none" == divided.megatron.recompute:
+            continue  # a later saving
+        divisor = _TOKENS_MULTIPLE * estimate.layout.context
+        multiples = -(-divided.train.max_tokens_per_micro_batch // divisor)
+        yield with_values(
+            divided,
+            parallel=estimate.layout.parallel,
+            megatron={"recompute": estimate.recompute},
+            train={"max_tokens_per_micro_batch": multiples * _TOKENS_MULTIPLE},
+        )
+
+
+def _with_fraction(config: RunConfig, plan: Plan, *, fills: bool) -> RunConfig:
+    """Set ``mem_fraction``, in hundredths: to what holds the weights and one longest sequence.
+
+    With ``fills`` to what the trainer leaves, but at most the default.
+    """
+    memory, assumptions, server = plan.rollout, plan.assumptions, config.rollout.server
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    percent_bytes = assumptions.gpu_memory_bytes / 100
+    needed_bytes = memory.weights_bytes + longest * memory.kv_bytes_per_token + memory.state_bytes
+    percent = math.ceil(needed_bytes / percent_bytes)
+    if fills:
+        kept_bytes = plan.sampling_bytes + assumptions.reserve_bytes
+        free = 100 * (1 + server.mem_fraction) - kept_bytes / percent_bytes
+        percent = min(round(100 * ServerConfig().mem_fraction), math.floor(free))
+    return with_values(config, rollout={"server": {"mem_fraction": percent / 100}})
 
 
 def _simplest_first(estimates: Sequence[LayoutEstimate]) -> list[LayoutEstimate]:
@@ -462,5 +553,4 @@ def _divisions(gpus: int, node_gpus: int) -> Iterator[tuple[int, int, dict[str, 
         return
     if half := gpus // 2:
         yield half, gpus - half, {"async_steps": 1, "server": {"first_gpu": half}}
-    server, sync = {"mem_fraction": _COLOCATED_MEM_SHARE}, {"method": "tensor"}
-    yield gpus, gpus, {"colocated": True, "weight_sync": sync, "server": server}
+    yield gpus, gpus, {"colocated": True, "weight_sync": {"method": "tensor"}}

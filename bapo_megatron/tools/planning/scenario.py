@@ -23,11 +23,10 @@ from bapo_megatron.policy.architecture import HfConfig
 from bapo_megatron.policy.hf_config import check_division, check_frozen_model
 from bapo_megatron.policy.mixers.base import FLOAT32_BYTES, Share
 from bapo_megatron.policy.weight_table import layer_weights, sequence_flops
-from bapo_megatron.runtime.gpus import Gpu
+from bapo_megatron.runtime.gpus import MAX_GPUS, Gpu
 
 Group = Literal["tensor", "context", "pipeline", "data", "expert"]
 
-MAX_GPUS = 1 << 16
 MAX_VIRTUAL = 8
 """Limit of chunks per stage in listed layouts."""
 _SHARED_FIELDS = ("tensor", "sequence", "pipeline", "context", "expert", "expert_tensor")
@@ -117,13 +116,15 @@ def configured_layout(parallel: ParallelConfig, gpus: int | None) -> Layout:
         )
     if gpus < 1 or gpus % replica:
         raise ValueError(
-            f"--gpus: must be a multiple of parallel.tensor × pipeline × context = {replica}, got "
-            f"{gpus}; give {-(-max(gpus, 1) // replica) * replica}, or change parallel"
+            "--trainer-gpus: must be a multiple of parallel.tensor × pipeline × context = "
+            f"{replica}, got {gpus}; give {-(-max(gpus, 1) // replica) * replica}, or change "
+            "parallel"
         )
     if (gpus // parallel.pipeline) % expert_ranks:
         raise ValueError(
             "parallel: expert × expert_tensor must divide the GPUs of a pipeline stage, got "
-            f"{expert_ranks} with {gpus // parallel.pipeline}; lower them, or give more --gpus"
+            f"{expert_ranks} with {gpus // parallel.pipeline}; lower them, or give more "
+            "--trainer-gpus"
         )
     shared = {name: getattr(parallel, name) for name in _SHARED_FIELDS}
     return Layout(virtual=parallel.virtual_pipeline, data=gpus // replica, **shared)
@@ -171,6 +172,8 @@ class Assumptions:
 
     gpu: Gpu
     gpu_memory_bytes: float
+    host_memory_bytes: float | None
+    """Of a node; None: not known, so nothing is refused for it."""
     reserve_bytes: float = 5e9
     """Kept free for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
     layers: LayerKind
@@ -183,8 +186,8 @@ class Assumptions:
     node_gpus: int
     link_share: float = 0.7
     """Share of a link's bandwidth that messages reach."""
-    host_link_bytes_per_s: float = 25e9
-    """Bandwidth from pinned host memory to one GPU: what PCIe 4.0 x16 reaches."""
+    host_link_bytes_per_s: float
+    """Bandwidth between pinned host memory and one GPU; Adam on the host is taken to reach it."""
     disk_bytes_per_s: float = 2e9
     """Bandwidth of the shared file system, each way, for the whole run."""
     prompt_tokens: int

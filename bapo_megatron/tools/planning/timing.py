@@ -34,6 +34,10 @@ ADAM_TRAFFIC_BYTES = 30
 """Read and written for each parameter of a rank's share: gradient 4, master weight, two moments
 2 · 12, weight 2."""
 
+LOCAL_TIME_RATIO = 48_394 / 41_430
+"""Time of a step with our own layers over that with Transformer Engine's: 0.5B on one H100
+(docs/benchmarks/gpu_h100_202611.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
@@ -177,6 +181,8 @@ def scoring_times(case: Scenario, work: Workload) -> list[PhaseTime]:
 def _forward_times(case: Scenario, work: Workload) -> tuple[float, float, float]:
     """Return the seconds of a micro-batch: in layers, in their attention, and for the pass."""
     reached_flops = case.assumptions.reached_flops * case.layout.gpus * work.micro_batches
+    if case.assumptions.layers == "local":
+        reached_flops /= LOCAL_TIME_RATIO
     head_s = work.head_flops_per_update / reached_flops
     attention_s = work.attention_flops_per_update / reached_flops
     layers_s = work.forward_flops_per_update / reached_flops - head_s
@@ -251,12 +257,15 @@ def weight_sync_time(case: Scenario) -> PhaseTime:
 
     With ``disk`` rank 0 writes them to the shared file system and the servers read them. Otherwise
     they pass once through rank 0's link to the servers, which pass them on to each other meanwhile:
-    the network, or NVLink where the GPUs of the trainer and of the rollout are one node.
+    the network, or NVLink where the GPUs of the trainer and of the rollout are one node. A GPU that
+    trains and samples in turns reads and writes them in its own memory.
     """
     assumptions = case.assumptions
     size = case.element_bytes * model_parameters(case.hf)
     if case.config.rollout.weight_sync.method == "disk":
         seconds = 2 * size / assumptions.disk_bytes_per_s
+    elif assumptions.placement == "colocated" and case.layout.gpus == 1:
+        seconds = 2 * size / assumptions.reached_memory_bytes_per_s
     else:
         is_one_node = (
             assumptions.placement != "elsewhere"

@@ -169,3 +169,24 @@ def scenario(
     config = run_config(**settings)
     assumptions = make_assumptions(config, layout.gpus, PlanOptions(layers=layers))
     return Scenario(config, hf, layout, assumptions, Passes(forward_only=0, repeated=0.0))
+
+
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+QWEN3_SHAPES: dict[str, dict[str, Any]] = {
+    size: {**dict(zip(_SHAPE, shape, strict=True)), "tie_word_embeddings": size in ("1.7B", "4B")}
+    for size, shape in {
+        "1.7B": (2048, 6144, 28, 16),
+        "4B": (2560, 9728, 36, 32),
+        "8B": (4096, 12288, 36, 32),
+        "14B": (5120, 17408, 40, 40),
+        "32B": (5120, 25600, 64, 64),
+    }.items()
+} | {"0.6B": {}}
+"""What the config.json of a dense Qwen3 changes in that of the smallest."""
+
+
+def qwen3(size: str, folder: Path) -> HfConfig:
+    """A dense Qwen3, whose config.json ``folder`` gets."""
+    fields = json.loads((MODELS / "qwen3-0.6b.json").read_text()) | QWEN3_SHAPES[size]
+    (folder / "config.json").write_text(json.dumps(fields))
+    return read_hf_config_file(folder / "config.json")

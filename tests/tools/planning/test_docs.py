@@ -1,13 +1,17 @@
 """The figures in docs/scaling.md are those that the command prints."""
 
+import re
+
 import pytest
 
 from bapo_megatron.config.load import load_config
 from bapo_megatron.policy.architecture import HfConfig
+from bapo_megatron.runtime.gpus import GPUS
 from bapo_megatron.tools.planning.memory import layer_parameters
 from bapo_megatron.tools.planning.plan import Plan, PlanOptions, make_plan
 from tests.launch import REPOSITORY
-from tests.tools.planning.cases import published
+from tests.tools.planning.cases import QWEN3_SHAPES, published
+from tests.tools.planning.one_gpu import CARDS, row
 
 DISK = "rollout.weight_sync.method=disk"
 TEXT = " ".join((REPOSITORY / "docs" / "scaling.md").read_text().split())
@@ -28,11 +32,13 @@ def shipped(name: str, options: PlanOptions, *overrides: str) -> Plan:
 
 def plan_7b(gpus: int = 4, *overrides: str, local: bool = False) -> Plan:
     layers = "local" if local else "transformer-engine"
-    return shipped("r1-distill-qwen-7b-8k", PlanOptions(gpus=gpus, layers=layers), *overrides)
+    return shipped(
+        "r1-distill-qwen-7b-8k", PlanOptions(trainer_gpus=gpus, layers=layers), *overrides
+    )
 
 
 def plan_32b(options: PlanOptions | None = None, *overrides: str) -> Plan:
-    return shipped("bp-math-32b-64k", options or PlanOptions(gpus=128), *overrides)
+    return shipped("bp-math-32b-64k", options or PlanOptions(trainer_gpus=128), *overrides)
 
 
 def test_the_memory_table_is_that_of_the_plan() -> None:
@@ -60,7 +66,7 @@ def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
     def gb(plan: Plan) -> str:
         return f"{plan.worst_stage.total_bytes / 1e9:.1f}"
 
-    full = plan_32b(PlanOptions(gpus=128), "megatron.recompute=full")
+    full = plan_32b(PlanOptions(trainer_gpus=128), "megatron.recompute=full")
     rollout, _, training = plan_7b().phases[:3]
     tokens_per_s = plan_7b().rollout_tokens_per_s
     for sentence in (
@@ -72,14 +78,14 @@ def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
         f"{plan_7b().step_s:.0f} s per step",
         f"by disk {plan_32b(None, DISK).phases[-1].seconds:.0f} s",
         f"The last stage needs {plan_32b().stages[1].total_bytes / 1e9:.1f} GB. "
-        f"`parallel.pipeline=1` needs {gb(plan_32b(PlanOptions(gpus=128), 'parallel.pipeline=1'))}"
+        f"`parallel.pipeline=1` needs {gb(plan_32b(None, 'parallel.pipeline=1'))}"
         " GB",
         f"needs {gb(full)} GB and {full.phases[2].seconds:.0f} s instead of "
         f"{plan_32b().phases[2].seconds:.0f}",
         "with `--response-tokens 16000` "
-        f"{plan_32b(PlanOptions(gpus=128, response_tokens=16000)).step_s:.0f} s instead of "
+        f"{plan_32b(PlanOptions(trainer_gpus=128, response_tokens=16000)).step_s:.0f} s instead of "
         f"{plan_32b().step_s:,.0f}",
-        f"takes {plan_32b(PlanOptions(gpus=64, rollout_gpus=192)).step_s:,.0f} s, 128 and 128 "
+        f"takes {plan_32b(PlanOptions(gpus=256, trainer_gpus=64)).step_s:,.0f} s, 128 and 128 "
         f"take {plan_32b().step_s:,.0f} s",
         f"a checkpoint has {plan_32b().disk[0].each_bytes / 1e9:.0f} GB, a step's dump "
         f"{plan_32b().disk[2].each_bytes / 1e9:.1f} GB and the export "
@@ -111,8 +117,41 @@ def test_the_costs_of_the_papers_runs_are_those_of_the_plan(
         if f"{updates}×" in row:
             overrides += [f"algorithm.updates_per_batch={updates}"]
             overrides += [f"rollout.groups_per_step={64 * updates}"]
-    plan = shipped(name, PlanOptions(gpus=gpus, response_tokens=response), *overrides)
+    plan = shipped(name, PlanOptions(trainer_gpus=gpus, response_tokens=response), *overrides)
     hours = plan.gpu_hours_per_step * 1000
     assert f"{row} | {plan.step_s:,.0f} | {hours:,.0f} |" in REPRODUCE
     assert plan.steps == 1000
     assert plan.fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size",
+    [
+        size if size == "1.7B" else pytest.param(size, marks=pytest.mark.exhaustive)
+        for size in QWEN3_SHAPES
+    ],
+)
+def test_the_table_of_one_gpu_is_what_init_chooses(size: str) -> None:
+    page = (REPOSITORY / "docs" / "benchmarks" / "init_one_gpu_202611.md").read_text()
+    rows = [row(size, card, way) for card in CARDS for way in ("full", "lora")]
+    assert rows == [line for line in page.splitlines() if line.startswith(f"| {size} |")]
+
+
+@pytest.mark.parametrize("name", ["one-gpu-qwen3-4b", "one-gpu-qwen3-4b-lora"])
+@pytest.mark.parametrize("column", range(4))
+def test_the_peaks_of_the_files_for_one_gpu_are_those_of_the_plan(name: str, column: int) -> None:
+    file = REPOSITORY / "configs" / f"{name}.yaml"
+    card = GPUS[CARDS[column]]
+    advice = re.search(rf"^#   {card.memory_gb} GB: (.+)$", file.read_text(), re.M)
+    config = load_config(file, advice[1].split() if advice else [])
+    plan = make_plan(config, published("qwen3-4b"), PlanOptions(gpus=1, gpu=card.name))
+    cell = TEXT.split(f"[`{name}.yaml`](../configs/{name}.yaml) | ")[1].split(" |")[column].strip()
+    stage = plan.worst_stage
+    if not plan.fits:
+        kept = stage.weights_bytes + stage.gradients_bytes
+        assert cell == f"no: weights and gradients alone take {kept / 1e9:.1f}"
+        assert f"alone take {kept / 1e9:.1f} GB" in file.read_text()
+    else:
+        assert cell == f"{stage.total_bytes / 1e9:.1f}, {plan.sampling_bytes / 1e9:.1f}"
+    assert plan.fits or (name, column) == ("one-gpu-qwen3-4b", 0)

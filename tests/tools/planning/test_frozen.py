@@ -28,7 +28,7 @@ def plan_scored(options: PlanOptions | None = None, model: str = "", **changes: 
     scored = published(model or "deepseek-r1-distill-qwen-32b")
     frozen = dict.fromkeys((REFERENCE_KEY, TEACHER_KEY), scored)
     policy = published("deepseek-r1-distill-qwen-7b")
-    return make_plan(config, policy, options or PlanOptions(gpus=8), frozen)
+    return make_plan(config, policy, options or PlanOptions(trainer_gpus=8), frozen)
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_a_reference_without_a_path_is_another_policy_on_the_gpu() -> None:
 
 @pytest.mark.parametrize("node_gpus", [4, 8])
 def test_a_node_s_host_memory_is_that_of_its_ranks(node_gpus: int) -> None:
-    options = PlanOptions(gpus=8, node_gpus=node_gpus)
+    options = PlanOptions(trainer_gpus=8, node_gpus=node_gpus)
     parallel = {"tensor": 4, "sequence": True, "pipeline": 2}
     plan = plan_scored(options, algorithm=DISTILLED, parallel=parallel)
     half = 32 * LAYER_32B + TABLE_32B
@@ -129,7 +129,7 @@ def test_servers_on_the_trainer_s_gpus_leave_room_for_frozen_weights() -> None:
 
 @pytest.mark.parametrize("algorithm", [{}, {"updates_per_batch": 4, "epochs": 2}])
 def test_a_teacher_reads_each_sample_of_a_step_once(algorithm: dict[str, Any]) -> None:
-    options = PlanOptions(gpus=4, gpu="A100", mfu_share=0.5, prompt_tokens=96)
+    options = PlanOptions(trainer_gpus=4, gpu="A100", mfu_share=0.5, prompt_tokens=96)
     plan = plan_scored(options, algorithm={**algorithm, **DISTILLED})
     phases = {phase.name: phase for phase in plan.phases}
     assert list(phases)[:2] == ["rollout", "scoring (teacher)"]
@@ -156,7 +156,7 @@ def test_a_teacher_reads_each_sample_of_a_step_once(algorithm: dict[str, Any]) -
 def test_a_frozen_model_s_pass_has_the_bubble_of_the_pipeline() -> None:
     batch = {**RUN_7B["rollout"], "groups_per_step": 1, "samples_per_group": 16}
     plan = plan_scored(
-        PlanOptions(gpus=4, response_tokens=8000),
+        PlanOptions(trainer_gpus=4, response_tokens=8000),
         rollout=batch,
         parallel={"pipeline": 4},
         algorithm={"kl": {"coefficient": 0, "measure": True}},
@@ -176,14 +176,17 @@ def test_other_layouts_are_those_of_both_models_with_the_same_counts() -> None:
     assert estimate.training_s == pytest.approx(sum(phase.seconds for phase in plan.phases[1:5]))
     # 28 layers divide over 7 stages, 64 do not.
     pipelines = [
-        {e.layout.pipeline for e in plan_scored(PlanOptions(gpus=7), parallel={}, **scorer).layouts}
+        {
+            e.layout.pipeline
+            for e in plan_scored(PlanOptions(trainer_gpus=7), parallel={}, **scorer).layouts
+        }
         for scorer in ({}, {"algorithm": DISTILLED})
     ]
     assert pipelines == [{1, 7}, {1}]
     # 35.2 GB of training without activations; 8 GB or more of weights come on top.
     fits = {
         memory: plan_scored(
-            PlanOptions(gpus=8, gpu_memory_gb=65, rollout_tokens_per_s=1e4),
+            PlanOptions(trainer_gpus=8, gpu_memory_gb=65, rollout_tokens_per_s=1e4),
             algorithm={"distillation": {"coefficient": 1.0, "teacher": {**TEACHER_32B, **where}}},
         ).fits
         for memory, where in (("host", {}), ("device", {"memory": "device"}))

@@ -1,12 +1,23 @@
 """Whole plans: memory by hand, verdicts, the list of layouts, errors."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bapo_megatron.tools.planning.plan import LayoutEstimate, Plan, PlanOptions, make_plan
+from bapo_megatron.config.section import with_values
+from bapo_megatron.tools.planning.memory import NoRoomError
+from bapo_megatron.tools.planning.plan import (
+    WAYS,
+    LayoutEstimate,
+    Plan,
+    PlanOptions,
+    choose_layout,
+    make_plan,
+)
 from bapo_megatron.tools.planning.scenario import Passes
-from tests.tools.planning.cases import published, run_config
+from tests.tools.planning.cases import published, qwen3, run_config
+from tests.tools.planning.one_gpu import draft
 
 RUN_7B: dict[str, Any] = {
     "parallel": {"tensor": 4, "sequence": True},
@@ -21,7 +32,7 @@ def plan_7b(options: PlanOptions | None = None, **changes: Any) -> Plan:
 
 
 def test_the_memory_of_the_7b_run_by_hand() -> None:
-    (stage,) = plan_7b(PlanOptions(gpus=8)).stages
+    (stage,) = plan_7b(PlanOptions(trainer_gpus=8)).stages
     # 28 layers and two tables of 152,064 × 3584, over 4 ranks; 57 norms whole.
     layer = (2 * 3584**2 + 2 * 512 * 3584 + 3 * 3584 * 18944 + 3584 + 2 * 512) // 4
     parameters = 28 * layer + 2 * 152_064 * 3584 // 4 + 57 * 3584
@@ -37,7 +48,7 @@ def test_the_memory_of_the_7b_run_by_hand() -> None:
 
 
 def test_the_step_of_the_7b_run_by_hand() -> None:
-    plan = plan_7b(PlanOptions(gpus=8))
+    plan = plan_7b(PlanOptions(trainer_gpus=8))
     assert plan.passes == Passes(forward_only=0, repeated=0.05)
     work = plan.workload
     assert work.samples_per_step == 1024
@@ -80,12 +91,13 @@ def test_a_miss_costs_a_loss_pass() -> None:
 
 def test_the_optimizer_is_divided_over_data_and_context_ranks() -> None:
     context = {"tensor": 4, "sequence": True, "context": 2}
-    divided = plan_7b(PlanOptions(gpus=16), parallel=context)
+    divided = plan_7b(PlanOptions(trainer_gpus=16), parallel=context)
     assert divided.stages[0].optimizer_bytes == 12 * 1_904_057_344 / 4
     offloaded = plan_7b(megatron={"optimizer_offload_share": 0.75})
     assert offloaded.stages[0].optimizer_bytes == 3 * 1_904_057_344
-    assert offloaded.stages[0].host_bytes == 9 * 1_904_057_344
-    assert offloaded.host_bytes_per_node == 4 * 9 * 1_904_057_344
+    # float32 weights, two moments and gradients: 16 bytes of three quarters.
+    assert offloaded.stages[0].host_bytes == 12 * 1_904_057_344
+    assert offloaded.host_bytes_per_node == 4 * 12 * 1_904_057_344
     (optimizer,) = (phase for phase in offloaded.phases if phase.name == "optimizer")
     # A quarter at 70 % of 3.35 TB/s; the rest, with gradient and weight, at 25 GB/s.
     seconds = 1_904_057_344 * (30 / 4 / (0.7 * 3.35e12) + (30 + 4 + 2) * 3 / 4 / 25e9)
@@ -125,7 +137,7 @@ def test_the_disk_of_a_run_by_hand() -> None:
     rollout |= {"async_steps": 1, "keep_dumps": 30}
     checkpoint = {"every_steps": 20, "keep_last": 3, "keep_every": 50, "best": "eval/x/avg_at_k"}
     plan = plan_7b(
-        PlanOptions(gpus=4, response_tokens=1000),
+        PlanOptions(trainer_gpus=4, response_tokens=1000),
         rollout=rollout,
         train={**RUN_7B["train"], "steps": 200},
         checkpoint=checkpoint,
@@ -142,7 +154,7 @@ def test_the_disk_of_a_run_by_hand() -> None:
     ]
     rounds = {**rollout, "oversample_groups": 0, "async_steps": 0, "partial_tokens": 4096}
     # Two rounds: the groups of another batch are on their way.
-    plan = plan_7b(PlanOptions(gpus=4, response_tokens=1000), rollout=rounds)
+    plan = plan_7b(PlanOptions(trainer_gpus=4, response_tokens=1000), rollout=rounds)
     assert plan.disk[1].each_bytes == pytest.approx(5.6 * 64 * 8 * 1000)
     kept = plan_7b(rollout={**RUN_7B["rollout"], "dump": False}, checkpoint={"at_end": False})
     assert [use.number for use in kept.disk] == [0, 0, 0, 0]
@@ -153,15 +165,17 @@ def test_the_disk_of_a_run_by_hand() -> None:
 
 
 def test_a_server_too_small_for_its_model_is_planned_larger_and_says_so() -> None:
-    plan = make_plan(run_config(), published("deepseek-r1-distill-qwen-32b"), PlanOptions(gpus=1))
+    plan = make_plan(
+        run_config(), published("deepseek-r1-distill-qwen-32b"), PlanOptions(trainer_gpus=1)
+    )
     assert plan.rollout.gpus_per_server == 2  # 65.5 GB of weights in 64 GB
     assert any("rollout.server.tensor = 1" in note for note in plan.notes)
 
 
 def test_what_fits_depends_on_the_memory_of_the_gpu() -> None:
-    assert plan_7b(PlanOptions(gpus=4)).fits
-    assert not plan_7b(PlanOptions(gpus=4, gpu_memory_gb=60)).fits  # 55.2 + 5 GB
-    assert plan_7b(PlanOptions(gpus=4, gpu="H200")).assumptions.gpu_memory_bytes == 141e9
+    assert plan_7b(PlanOptions(trainer_gpus=4)).fits
+    assert not plan_7b(PlanOptions(trainer_gpus=4, gpu_memory_gb=60)).fits  # 55.2 + 5 GB
+    assert plan_7b(PlanOptions(trainer_gpus=4, gpu="H200")).assumptions.gpu_memory_bytes == 141e9
 
 
 DIVIDED = {"server": {"first_gpu": 4, "count": 4}}
@@ -170,10 +184,93 @@ COLOCATED = {"colocated": True, "weight_sync": {"method": "tensor"}}
 
 
 def test_servers_on_other_gpus_of_the_node_are_reached_within_it() -> None:
-    plan = plan_7b(PlanOptions(gpus=4), rollout={**RUN_7B["rollout"], **DIVIDED})
-    assert (plan.assumptions.rollout_gpus, plan.all_gpus, plan.fits) == (4, 8, True)
+    plan = plan_7b(PlanOptions(trainer_gpus=4), rollout={**RUN_7B["rollout"], **DIVIDED})
+    assert (plan.assumptions.rollout_gpus, plan.gpus, plan.fits) == (4, 8, True)
     assert plan.phases[-1].seconds == pytest.approx(2 * 7_615_616_512 / (0.7 * 450e9))
     assert plan.sampling_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "rollout", "trainer_gpus", "rollout_gpus"),
+    [
+        ({"gpus": 8}, DIVIDED, 4, 4),  # the configured servers leave 4
+        ({"gpus": 8}, COLOCATED, 8, 1),  # all, in turns; a server is configured
+        ({"gpus": 32}, {}, 16, 16),  # nothing says, so half
+        ({"gpus": 32, "trainer_gpus": 8}, {}, 8, 24),
+        ({"trainer_gpus": 8}, {}, 8, 8),
+    ],
+)
+def test_gpus_are_all_of_them_and_the_trainers_are_what_servers_leave(
+    options: dict[str, int], rollout: dict[str, Any], trainer_gpus: int, rollout_gpus: int
+) -> None:
+    plan = plan_7b(PlanOptions(**options), rollout={**RUN_7B["rollout"], **rollout})
+    assert plan.trainer_gpus == plan.layout.gpus == trainer_gpus
+    assert plan.assumptions.rollout_gpus == rollout_gpus
+    assert plan.gpus == options.get("gpus", trainer_gpus + rollout_gpus)
+
+
+@pytest.mark.parametrize(("host_memory_gb", "fits"), [(None, True), (122, True), (121, False)])
+def test_a_node_must_hold_what_lies_on_the_host(host_memory_gb: float | None, fits: bool) -> None:
+    offloaded = {"optimizer_offload_share": 1.0}
+    options = PlanOptions(trainer_gpus=4, host_memory_gb=host_memory_gb, host_gb_per_s=50)
+    fast = plan_7b(options, megatron=offloaded)
+    assert fast.fits is fits  # 4 · 16 · 1.904 = 121.9 GB
+    slow = plan_7b(PlanOptions(trainer_gpus=4), megatron=offloaded)
+    (fast_s, slow_s) = (plan.phases[-2].compute_s for plan in (fast, slow))
+    assert slow_s == pytest.approx(2 * fast_s)  # 25 GB/s
+
+
+def test_our_own_layers_are_slower_as_measured() -> None:
+    fused, local = (
+        plan_7b(PlanOptions(layers=layers)) for layers in ("transformer-engine", "local")
+    )
+    ratios = [
+        b.compute_s / a.compute_s
+        for a, b in zip(fused.phases, local.phases, strict=True)
+        if a.compute_s
+    ]
+    assert ratios == pytest.approx([1, 48_394 / 41_430, 1])  # rollout, passes, optimizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "way", "gigabytes"),
+    [
+        ("4B", "lora", (21, 22, 22.5, 23)),
+        pytest.param("4B", "full", (37, 37.5, 38), marks=pytest.mark.exhaustive),
+        pytest.param("14B", "lora", (65, 65.5, 66), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_one_gpu_is_refused_only_where_nothing_fits(
+    size: str, way: str, gigabytes: tuple[float, ...], tmp_path: Path
+) -> None:
+    hf, config = qwen3(size, tmp_path), with_values(draft(), **WAYS[way])
+    smallest = with_values(
+        config,
+        rollout={"max_response_tokens": 1024, "colocated": True},
+        train={"max_tokens_per_micro_batch": 2048},
+        ops={"logits_chunk_tokens": 2048},
+        megatron={"recompute": "full", "optimizer_offload_share": 1.0},
+    )
+
+    def fits(percent: int, options: PlanOptions) -> bool:
+        server = {"mem_fraction": percent / 100}
+        try:
+            return make_plan(with_values(smallest, rollout={"server": server}), hf, options).fits
+        except NoRoomError:
+            return False
+
+    def is_accepted(options: PlanOptions) -> bool:
+        try:
+            choose_layout(draft(), hf, options, 1, ways=(way,))
+        except ValueError:
+            return False
+        return True
+
+    options = [PlanOptions(gpus=1, node_gpus=1, gpu_memory_gb=number) for number in gigabytes]
+    possible = [any(fits(percent, option) for percent in range(1, 81)) for option in options]
+    assert (possible[0], possible[-1]) == (False, True)
+    assert [is_accepted(option) for option in options] == possible
 
 
 @pytest.mark.parametrize(("mem_fraction", "fits"), [(0.4, True), (0.7, False)])
@@ -182,16 +279,22 @@ def test_a_colocated_server_must_fit_beside_what_the_trainer_keeps(
 ) -> None:
     server = {"count": 8, "mem_fraction": mem_fraction}
     rollout = {**RUN_7B["rollout"], **COLOCATED, "server": server}
-    plan = plan_7b(PlanOptions(gpus=8), rollout=rollout)
-    assert (plan.assumptions.rollout_gpus, plan.all_gpus, plan.fits) == (8, 8, fits)
+    plan = plan_7b(PlanOptions(trainer_gpus=8), rollout=rollout)
+    assert (plan.assumptions.rollout_gpus, plan.gpus, plan.fits) == (8, 8, fits)
     # Weights, gradients, and optimizer states of two replicas: 2 + 4 + 12 / 2 bytes.
     kept = 12 * 1_904_057_344
     assert plan.sampling_bytes == kept + mem_fraction * 80e9
     assert plan.gpu_hours_per_step == pytest.approx(plan.step_s * 8 / 3600)
 
 
+def test_a_gpu_that_takes_turns_copies_new_weights_in_its_own_memory() -> None:
+    options = PlanOptions(gpus=1, gpu_memory_gb=400)
+    plan = plan_7b(options, parallel={}, rollout={**RUN_7B["rollout"], **COLOCATED})
+    assert plan.phases[-1].seconds == pytest.approx(2 * 2 * 7_615_616_512 / (0.7 * 3.35e12))
+
+
 def test_layouts_use_all_gpus_divide_the_model_and_fill_every_combination() -> None:
-    plan = plan_7b(PlanOptions(gpus=8))
+    plan = plan_7b(PlanOptions(trainer_gpus=8))
     hf = published("deepseek-r1-distill-qwen-7b")
     assert {estimate.layout.gpus for estimate in plan.layouts} == {8}
     # 4 key/value heads: no tensor 8; 28 layers: no pipeline 8, and 7 chunks per stage of 4.
@@ -218,7 +321,7 @@ def configured(plan: Plan) -> LayoutEstimate:
 
 
 def test_layouts_that_fit_come_first_and_the_fastest_of_them_leads() -> None:
-    plan = plan_7b(PlanOptions(gpus=4))
+    plan = plan_7b(PlanOptions(trainer_gpus=4))
     verdicts = [estimate.fits for estimate in plan.layouts]
     assert verdicts == sorted(verdicts, reverse=True)
     times = [estimate.training_s for estimate in plan.layouts if estimate.fits]
@@ -240,7 +343,7 @@ def test_recomputation_trades_memory_for_time() -> None:
 
 
 def test_the_time_of_products_is_operations_over_peak_and_mfu() -> None:
-    options = PlanOptions(gpus=4, gpu="A100", mfu_share=0.5, prompt_tokens=96)
+    options = PlanOptions(trainer_gpus=4, gpu="A100", mfu_share=0.5, prompt_tokens=96)
     plan = plan_7b(options, algorithm={"bapo": {"speculate": "never"}})
     length, samples = 96 + 4096, 1024
     # Two operations per weight and token, without the embedding; and 2·L² per query channel.
@@ -253,7 +356,7 @@ def test_the_time_of_products_is_operations_over_peak_and_mfu() -> None:
 
 
 def test_decoding_reads_weights_and_cache_at_the_memory_bandwidth() -> None:
-    plan = plan_7b(PlanOptions(gpus=4))
+    plan = plan_7b(PlanOptions(trainer_gpus=4))
     # 1024 samples on 4 servers; half of 4096 response tokens behind a prompt of 256, on average.
     read = 2 * 7_615_616_512 + 256 * (256 + 2048) * 57_344
     assert plan.rollout_tokens_per_s == pytest.approx(256 / (read / (0.7 * 3.35e12)))
@@ -286,13 +389,13 @@ def test_new_weights_take_the_way_that_is_configured(
     method: str, node_gpus: int, bytes_per_s: float
 ) -> None:
     rollout = {**RUN_7B["rollout"], "weight_sync": {"method": method}}
-    plan = plan_7b(PlanOptions(gpus=4, node_gpus=node_gpus), rollout=rollout)
+    plan = plan_7b(PlanOptions(trainer_gpus=4, node_gpus=node_gpus), rollout=rollout)
     assert plan.phases[-1].name == "weight sync"
     assert plan.phases[-1].seconds == pytest.approx(2 * 7_615_616_512 / bytes_per_s)
 
 
 def test_the_bubble_is_that_of_the_schedules() -> None:
-    options = PlanOptions(gpus=4, response_tokens=8000)
+    options = PlanOptions(trainer_gpus=4, response_tokens=8000)
     batch = {**RUN_7B["rollout"], "groups_per_step": 1, "samples_per_group": 16}
     plain = plan_7b(options, parallel={"pipeline": 4}, rollout=batch)
     assert plain.workload.micro_batches == 16
@@ -306,7 +409,9 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
 @pytest.mark.parametrize(
     ("options", "changes", "place"),
     [
-        ({"gpus": 6}, {}, "--gpus: .* = 4, got 6; give 8"),
+        ({"trainer_gpus": 6}, {}, "--trainer-gpus: .* = 4, got 6; give 8"),
+        ({"gpus": 8, "trainer_gpus": 8}, {}, "--gpus: must exceed the 8 that train, .* got 8"),
+        ({"gpus": 1}, {}, "--gpus: .* got 1; give more, or share"),
         ({"gpu": "H300"}, {}, "--gpu: .* got 'H300'"),
         ({}, {"parallel": {"tensor": 8}}, "parallel.tensor: .* num_attention_heads = 28"),
         ({}, {"parallel": {"tensor": 7}}, "parallel.tensor: .* num_key_value_heads = 4"),
@@ -333,7 +438,6 @@ def test_what_cannot_be_planned_is_one_line_with_the_place(
 @pytest.mark.parametrize(
     ("options", "changes", "word"),
     [
-        ({}, {"megatron": {"optimizer_offload_share": 0.5}}, "offload: "),
         ({}, {"megatron": {"fp8": "hybrid"}}, "fp8"),
         ({"layers": "local"}, {"parallel": {"tensor": 4, "context": 2}}, "context > 1"),
         ({"node_gpus": 2}, {}, "2 GPUs"),

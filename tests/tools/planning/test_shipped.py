@@ -31,7 +31,7 @@ def test_the_small_runs_can_be_planned_too(name: str) -> None:
 def test_a_model_with_experts_fits_on_four_nodes_and_its_routes_are_counted() -> None:
     config = load_shipped("qwen3-30b-a3b-32k")
     hf = read_hf_config_file(hf_config_file(config))
-    plan = make_plan(config, hf, PlanOptions(gpus=32))
+    plan = make_plan(config, hf, PlanOptions(trainer_gpus=32))
     assert plan.fits
     routes = 48 * 8 * 128 * 16 * (256 + 16384)  # a byte each, of prompts and responses
     assert (plan.disk[-1].what, plan.disk[-1].each_bytes) == ("its experts", routes)
@@ -40,7 +40,9 @@ def test_a_model_with_experts_fits_on_four_nodes_and_its_routes_are_counted() ->
 
 def test_a_hybrid_fits_on_four_nodes_and_its_states_are_counted() -> None:
     config = load_shipped("qwen3.5-27b-32k")
-    plan = make_plan(config, read_hf_config_file(hf_config_file(config)), PlanOptions(gpus=32))
+    plan = make_plan(
+        config, read_hf_config_file(hf_config_file(config)), PlanOptions(trainer_gpus=32)
+    )
     assert plan.fits
     # A state [128, 128] of each of 48 heads, float32, and three inputs of 10,240 channels, in 48
     # layers on two GPUs; keys and values of 4 heads of 256 channels in 16 layers.
@@ -52,7 +54,7 @@ def test_without_a_number_of_gpus_the_fewest_that_fit_are_planned() -> None:
     config = load_shipped("qwen3-30b-a3b-32k")
     hf = read_hf_config_file(hf_config_file(config))
     plan = make_plan(config, hf, PlanOptions())
-    assert (plan.gpus, plan.fits) == (16, True)
-    assert not make_plan(config, hf, PlanOptions(gpus=8)).fits
+    assert (plan.trainer_gpus, plan.fits) == (16, True)
+    assert not make_plan(config, hf, PlanOptions(trainer_gpus=8)).fits
     none_fits = make_plan(config, hf, PlanOptions(gpu_memory_gb=40))
-    assert (none_fits.gpus, none_fits.fits) == (8, False)
+    assert (none_fits.trainer_gpus, none_fits.fits) == (8, False)
