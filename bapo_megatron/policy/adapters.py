@@ -213,9 +213,10 @@ def _peft_targets(hf: HfConfig, config: LoraConfig) -> dict[str, Any]:
     if joined:
         names = (n for w in weight_table(hf) if w.expert is None for n in adapted(w, hf, config))
         single = {n.split(".layers.")[1].partition(".")[2] for n in names if target_of(n) in joined}
-        experts = ["mlp.experts.down_proj"]
-        if joined.difference(_DOWN):
-            experts.append(f"mlp.experts.{_GATE_UP}")
+        block = "mixer" if hf.has_single_blocks else "mlp"
+        experts = [f"{block}.experts.down_proj"]
+        if hf.is_gated and joined.difference(_DOWN):
+            experts.append(f"{block}.experts.{_GATE_UP}")
             pattern = rf".*\.{_GATE_UP}"
             fields["rank_pattern"] = {pattern: 2 * config.rank}
             fields["alpha_pattern"] = {pattern: 2 * config.alpha}
@@ -225,7 +226,12 @@ def _peft_targets(hf: HfConfig, config: LoraConfig) -> dict[str, Any]:
 
 def peft_obstacle(hf: HfConfig, config: LoraConfig) -> str:
     """Return why PEFT does not load the adapters that are written; '' if it does."""
-    joined = targets_of(hf, config) & {*_EXPERT_TARGETS} if hf.experts else set()
+    targets = targets_of(hf, config)
+    joined = targets & {*_EXPERT_TARGETS} if hf.experts else set()
+    if hf.model_type == "nemotron_h" and "out_proj" in targets:
+        return "it refuses out_proj of Mamba"
+    if "up_proj" in joined and not hf.is_gated:
+        return "it does not find up_proj of experts without gate_proj"
     if len(joined.difference(_DOWN)) == 1:
         return "it adapts gate_proj and up_proj of experts only together"
     if hf.tensor_prefix.startswith("language_model"):

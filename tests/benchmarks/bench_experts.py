@@ -11,7 +11,8 @@ from tests.benchmarks.harness import columns, finish, machine, page, report_argu
 from tests.distributed_launch import run_ranks
 from tests.policy import checkpoint_ranks
 from tests.policy.checkpoint_ranks import EXPERTS as CHECKPOINTS
-from tests.policy.layouts import BATCHES, LAYOUTS, run_layouts
+from tests.policy.layouts import BATCHES, LAYOUTS, by_rank, cases_of, run_cases
+from tests.policy.layouts import EXPERTS as FAMILIES
 from tests.policy.parity_ranks import multiples_of
 from tests.policy.tiny_models import (
     load_reference,
@@ -21,7 +22,6 @@ from tests.policy.tiny_models import (
     reference_logits,
 )
 
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 COLUMNS = {
     "layout": "{layout}",
     "ranks": "{ranks}",
@@ -39,17 +39,14 @@ def measure_layouts(root: Path) -> list[dict[str, Any]]:
     references = {name: load_reference(name, path) for name, path in models.items()}
     problems = make_problems(batches=BATCHES)
     gradients = {name: reference_gradients(model, problems) for name, model in references.items()}
+    cases = cases_of(FAMILIES, *(layout.name for layout in LAYOUTS))
+    results = by_rank(run_cases, cases, models, root / "export")
     rows = []
-    for ranks in sorted({layout.ranks for layout in LAYOUTS}):
-        layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
-        by_rank = run_ranks(run_layouts, ranks, layouts, models, root / "export", timeout_s=1800)
-        for layout in layouts:
-            for family in FAMILIES:
-                results = [rank[f"{layout.name}, {family}"] for rank in by_rank]
-                row = {"layout": layout.name, "ranks": ranks, "family": family}
-                row["logits"] = max(_logit_errors(results, references[family]))
-                row |= _gradient_errors(results[0], gradients[family])
-                rows.append(row)
+    for case in cases:
+        of_ranks, (layout, family) = results[str(case)], case
+        row = {"layout": layout.name, "ranks": layout.ranks, "family": family}
+        row["logits"] = max(_logit_errors(of_ranks, references[family]))
+        rows.append(row | _gradient_errors(of_ranks[0], gradients[family]))
     return rows
 
 

@@ -1,20 +1,32 @@
 """The table of layouts, the models that run in each, and what their ranks do."""
 
-from collections.abc import Callable, Iterator, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import pytest
+from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
 from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.policy import megatron_setup
+from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import MAX_FILE_BYTES
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined, run_ranks
-from tests.policy.oracle import Gradients, Oracle
+from tests.policy.families import (
+    RECURRENT,
+    VOCAB_SIZE,
+    WITH_EXPERTS,
+    WITH_WINDOWS,
+    marks,
+)
+from tests.policy.oracle import Oracle
 from tests.policy.parity_ranks import (
     build,
     forward_backward,
@@ -26,26 +38,20 @@ from tests.policy.parity_ranks import (
 )
 from tests.policy.tiny_models import (
     SEQUENCES,
-    VOCAB_SIZE,
     Batches,
+    Models,
     Problem,
-    make_model,
     make_problems,
 )
 from tests.tolerances import assert_within
 
 Results = dict[str, list[dict[str, Any]]]
-"""By layout and model, of each rank."""
-
-BATCHES: Batches = (
-    *SEQUENCES,
-    ((13, 14, 15, 16, 17, 18), (60, 61, 62)),
-    ((80,), (90, 3, 90, 4, 90, 5), (2, 2)),
-)
-"""One for each of four data-parallel ranks."""
+"""By case, of each rank."""
 LR = 1e-3
 BALANCE = 3.0
 """Coefficient of the load balancing loss."""
+ROUTERS = (".gate.weight", ".router.weight")
+"""How names of routers end."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +63,25 @@ class Layout:
     sizes: dict[str, Any] = field(default_factory=dict)
     """Of ``ParallelConfig``; sequence-parallel wherever that is possible."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    models: tuple[str, ...] = ()
-    """Those that run in it; all if there are none."""
     sequence: bool = True
     max_file_bytes: int = MAX_FILE_BYTES
     """Of exports."""
 
+    def fits(self, family: str) -> bool:
+        """Whether it divides what the family has; windows and sinks have no context parallelism."""
+        return (family in WITH_EXPERTS or "expert" not in self.sizes) and (
+            family not in WITH_WINDOWS or "context" not in self.sizes
+        )
+
+
+class Case(NamedTuple):
+    """A tiny model in a layout."""
+
+    layout: Layout
+    family: str
+
     def __str__(self) -> str:
-        return self.name
+        return f"{self.layout.name}, {self.family}"
 
 
 _RECOMPUTE = {"recompute": "full"}
@@ -77,15 +94,17 @@ LAYOUTS = (
     Layout("one rank, attention recomputed", 1, {}, {"recompute": "selective"}),
     Layout("EP 2", 2, {"expert": 2}),
     Layout("EP 2, recomputed", 2, {"expert": 2}, _RECOMPUTE),
-    Layout("TP 2", 2, _SEQUENCE, max_file_bytes=20_000),
-    Layout("TP 2, ETP 1", 2, _WHOLE),
+    Layout("TP 2", 2, _SEQUENCE),
+    Layout("TP 2, ETP 1", 2, _WHOLE, max_file_bytes=20_000),
     Layout("TP 2 × EP 2, ETP 1", 2, {**_WHOLE, "expert": 2}),
+    Layout("TP 2 without SP", 2, {"tensor": 2, "expert_tensor": 1}, sequence=False),
     Layout("PP 2", 2, {"pipeline": 2}),
     Layout("PP 2 × VPP 2", 2, _INTERLEAVED, max_file_bytes=20_000),
     Layout("PP 2, recomputed", 2, {"pipeline": 2}, _RECOMPUTE),
     Layout("CP 2", 2, {"context": 2}),
     Layout("CP 2 × EP 2", 2, {"context": 2, "expert": 2}),
     Layout("DP 2", 2),
+    Layout("DP 2, ETP 2", 2, {"expert_tensor": 2}),
     Layout("TP 2 × EP 2, ETP 2", 4, {**_SEQUENCE, "expert": 2}),
     Layout("TP 2 × EP 2, ETP 1, DP 2", 4, {**_WHOLE, "expert": 2}),
     Layout("TP 2 × EP 4, ETP 1", 4, {**_WHOLE, "expert": 4}),
@@ -94,145 +113,106 @@ LAYOUTS = (
     Layout("PP 2 × VPP 2 × CP 2 × EP 2", 4, {**_INTERLEAVED, "context": 2, "expert": 2}),
     Layout("TP 2 × PP 2 × EP 2, ETP 1", 4, {**_WHOLE, "pipeline": 2, "expert": 2}),
 )
+EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
+"""Those whose experts run in every kind of layout."""
 
 
-def layouts_of(*names: str, models: tuple[str, ...] = ()) -> tuple[Layout, ...]:
-    """Those of LAYOUTS."""
-    found = tuple(replace(layout, models=models) for layout in LAYOUTS if layout.name in names)
-    assert len(found) == len(names)
-    return found
+def cases_of(families: Iterable[str], *layouts: str) -> list[Case]:
+    """These models in those of ``layouts`` that fit them."""
+    found = [layout for layout in LAYOUTS if layout.name in layouts]
+    assert len(found) == len(layouts)
+    return [Case(x, family) for x in found for family in families if x.fits(family)]
+
+
+def in_every_case(cases: Iterable[Case]) -> pytest.MarkDecorator:
+    """Parameters of a test; those on four ranks are exhaustive."""
+    parameters = [
+        pytest.param(
+            case,
+            id=str(case),
+            marks=[pytest.mark.exhaustive] if case.layout.ranks > 2 else marks(case.family),
+        )
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", parameters)
+
+
+def chosen(request: pytest.FixtureRequest) -> list[Case]:
+    """The cases that tests of the fixture's module are about to see: others need not run."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    calls = [getattr(x, "callspec", None) for x in items if x.module is request.module]
+    cases = [call.params["case"] for call in calls if call and "case" in call.params]
+    return list({str(case): case for case in cases}.values())
 
 
 def _tokens(length: int) -> tuple[int, ...]:
     return tuple((7 * length + 5 * n * n + n) % VOCAB_SIZE for n in range(length))
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Models, and the layouts in which all checks of test_layouts.py see them."""
-
-    families: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    batches: Batches = BATCHES
-    is_exhaustive: bool = False
-
-
-EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
-_HYBRIDS = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
-_NO_CONTEXT = ("mistral_window", "gemma3_text", "gpt_oss")
-"""Windows and sinks have no context parallelism."""
-_OTHERS = ("olmo2", "minimax_m2", "glm4_moe_lite", "nemotron_h")
-SUITES = {
-    "dense": Suite(
-        ("qwen2", "qwen3", "llama", "mistral", "qwen3_5_text", "qwen3_next"),
-        layouts_of("one rank", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2"),
-    ),
-    "experts": Suite(
-        (*EXPERTS, "moonlight"),
-        # Every kind of parallelism, alone or with another; all layouts are in ``bench_experts``.
-        layouts_of(
-            *("one rank, attention recomputed", "EP 2", "TP 2, ETP 1", "PP 2, recomputed"),
-            *("TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
-        ),
-    ),
-    "others": Suite((*_NO_CONTEXT, *_OTHERS), layouts_of("TP 2, ETP 1")),
-    "others in all": Suite(
-        (*_NO_CONTEXT, *_OTHERS),
-        layouts_of("one rank, recomputed", "PP 2 × VPP 2", "DP 2")
-        + layouts_of("CP 2", models=_OTHERS)
-        + layouts_of("EP 2", "TP 2 × EP 2, ETP 1", models=("gpt_oss", *_OTHERS[1:])),
-        is_exhaustive=True,
-    ),
-    # Around the borders of the delta rule's chunks.
-    "hybrids": Suite(
-        _HYBRIDS,
-        layouts_of("one rank", "one rank, recomputed", "TP 2", "PP 2 × VPP 2", "CP 2", "DP 2")
-        + layouts_of("EP 2", "TP 2 × EP 2, ETP 1", models=_HYBRIDS[1:]),
-        batches=tuple(
-            tuple(map(_tokens, lengths))
-            for lengths in ((1, 64, 65), (300,), (2, 63, 1, 3), (128, 129, 1))
-        ),
-        is_exhaustive=True,
-    ),
-}
+BATCHES: Batches = (
+    *SEQUENCES,
+    ((13, 14, 15, 16, 17, 18), (60, 61, 62)),
+    ((80,), (90, 3, 90, 4, 90, 5), (2, 2)),
+)
+"""One for each of four data-parallel ranks."""
+LONG: Batches = tuple(
+    tuple(map(_tokens, lengths)) for lengths in ((1, 64, 65), (300,), (2, 63, 1, 3), (128, 129, 1))
+)
+"""Around the borders of the chunks of recurrences."""
 
 
-class SuiteRun:
-    """A suite's models, exports and results, and the oracles of its models."""
-
-    def __init__(self, suite: Suite, root: Path) -> None:
-        self.suite, self._root = suite, root
-        self.exports = root / "exports"
-
-    @cached_property
-    def models(self) -> dict[str, Path]:
-        # So that two stages have two chunks each; longer than any sequence.
-        sizes = {"num_hidden_layers": 4, "max_position_embeddings": 512}
-        families = self.suite.families
-        return {name: make_model(name, self._root / name, **sizes) for name in families}
-
-    @cached_property
-    def results(self) -> Results:
-        arguments = (self.models, self.exports, self.suite.batches)
-        return by_rank(run_layouts, self.suite.layouts, *arguments)
-
-    @cached_property
-    def oracles(self) -> dict[str, Oracle]:
-        return {name: Oracle.of(name, path) for name, path in self.models.items()}
-
-    @cached_property
-    def gradients(self) -> dict[str, Gradients]:
-        problems = make_problems(batches=self.suite.batches)
-        return {name: oracle.gradients(problems) for name, oracle in self.oracles.items()}
+def batches_of(family: str) -> Batches:
+    """What a model is trained on."""
+    return LONG if family in RECURRENT else BATCHES
 
 
 def built(
-    layouts: Sequence[Layout], models: dict[str, Path], **optimizer: float
-) -> Iterator[tuple[str, ProcessGroups, TrainState]]:
-    """A training state of each model in each layout, with the names of both."""
-    for layout in layouts:
+    cases: Sequence[Case], models: Models, adapters: dict[str, LoraConfig] | None = None
+) -> Iterator[tuple[Case, ProcessGroups, TrainState]]:
+    """A training state of each case."""
+    for _, of_layout in groupby(cases, key=lambda case: case.layout.name):
+        layout, _ = (first := next(of_layout))
         with joined(**layout.sizes) as groups:
-            for name in layout.models or models:
-                state = build(models[name], groups, megatron=layout.megatron, **optimizer)
-                yield f"{layout.name}, {name}", groups, state
+            for case in (first, *of_layout):
+                state = build(
+                    models[case.family],
+                    groups,
+                    megatron=layout.megatron,
+                    lora=adapters[case.family] if adapters else None,
+                    sequence=layout.sequence,
+                    lr=LR,
+                )
+                yield case, groups, state
 
 
-def by_rank(run: Callable[..., dict[str, Any]], layouts: Sequence[Layout], *args: Any) -> Results:
-    """What ``run`` returns of layouts, by layout and model, of each rank."""
+def by_rank(
+    run: Callable[..., dict[str, Any]], cases: Sequence[Case], models: Models, *args: Any
+) -> Results:
+    """What ``run`` returns of cases, of each rank."""
     results: Results = {}
-    for ranks in sorted({layout.ranks for layout in layouts}):
-        fitting = [layout for layout in layouts if layout.ranks == ranks]
-        of_ranks = run_ranks(run, ranks, fitting, *args, timeout_s=300)
+    made = {case.family: models[case.family] for case in cases}
+    for ranks in sorted({case.layout.ranks for case in cases}):
+        fitting = [case for case in cases if case.layout.ranks == ranks]
+        of_ranks = run_ranks(run, ranks, fitting, made, *args, timeout_s=600)
         results |= {name: [result[name] for result in of_ranks] for name in of_ranks[0]}
     return results
 
 
-def run_layouts(
-    layouts: Sequence[Layout],
-    models: dict[str, Path],
+def run_cases(
+    cases: Sequence[Case],
+    models: Models,
     exports: Path,
-    batches: Batches = BATCHES,
     adapters: dict[str, LoraConfig] | None = None,
 ) -> dict[str, Any]:
-    """By layout and model: logits, exports, gradients, the norm, the weights after an update.
+    """By case: logits, exports, gradients, the norm, the weights after an update.
 
     With adapters also the logits of the base; what is exported first is merged.
     """
     results: dict[str, Any] = {}
-    for layout in layouts:
-        with joined(**layout.sizes) as groups:
-            for name in layout.models or models:
-                state = build(
-                    models[name],
-                    groups,
-                    megatron=layout.megatron,
-                    lora=adapters[name] if adapters else None,
-                    sequence=layout.sequence,
-                    lr=LR,
-                )
-                key = f"{layout.name}, {name}"
-                problems = problems_of(groups, batches)
-                results[key] = _run(state, problems, exports / key, layout.max_file_bytes)
+    for case, groups, state in built(cases, models, adapters):
+        problems = problems_of(groups, batches_of(case.family))
+        export = exports / str(case)
+        results[str(case)] = _run(state, problems, export, case.layout.max_file_bytes)
     return results
 
 
@@ -291,37 +271,52 @@ def check_logits(
     assert num_rows >= sum(len(sequence) for sequences in batches for sequence in sequences)
 
 
-def run_replays(layouts: Sequence[Layout], models: dict[str, Path]) -> dict[str, Any]:
-    """By layout and model: what changes when routers replay their own choices, or get others."""
+def run_routed(cases: Sequence[Case], models: Models) -> dict[str, Any]:
+    """By case: what changes if routers replay their own choices, get others, or are balanced."""
     results: dict[str, Any] = {}
-    for name, groups, state in built(layouts, models):
-        assert state.model.routers is not None
-        problems = problems_of(groups, BATCHES)
-        with state.model.routers.recorded() as recorded:
-            results[name] = {"free": _run_routed(state, problems)}
+    for case, groups, state in built(cases, models):
+        routers, batches = state.model.routers, batches_of(case.family)
+        assert routers is not None
+        problems = problems_of(groups, batches)
+        with routers.recorded() as recorded:
+            free = _run_routed(state, problems)
         num_experts = state.model.hf.dimensions["experts"]
         routes = {
             "own": recorded[: len(problems)],
             "half": [_half_free(part) for part in recorded[: len(problems)]],
             "other": [(part + 1) % num_experts for part in recorded[: len(problems)]],
         }
-        results[name] |= {kind: _run_routed(state, problems, r) for kind, r in routes.items()}
+        result = {"free": free} | {k: _run_routed(state, problems, r) for k, r in routes.items()}
+        whole = make_problems(0, *multiples_of(groups.context.size()), batches=batches)
+        routers.balance(BALANCE, sum(problem.micro_batch.num_tokens for problem in whole))
+        forward_backward(state, problems)
+        results[str(case)] = result | {"balanced": hf_gradients(state)}
     return results
 
 
-def run_balanced(layouts: Sequence[Layout], models: dict[str, Path]) -> dict[str, Any]:
-    """By layout and model, on rank 0: the gradients without and with the load balancing loss."""
+def run_accumulated(cases: Sequence[Case], models: Models) -> dict[str, Any]:
+    """By case: gradients that layers add to those of the micro-batch before, as on GPUs."""
+    stand_in_for_apex()
+    module, settings = importlib.import_module(APEX_PRODUCTS), megatron_setup._speed_options
+    product = mock.Mock(wraps=module.wgrad_gemm_accum_fp32)
+
+    def options_of_gpu(*args: Any, **options: Any) -> dict[str, Any]:
+        return {**settings(*args, **options), "gradient_accumulation_fusion": True}
+
     results: dict[str, Any] = {}
-    for name, groups, state in built(layouts, models):
-        assert state.model.routers is not None
-        problems = problems_of(groups, BATCHES)
-        forward_backward(state, problems)
-        results[name] = [hf_gradients(state)]
-        whole = make_problems(0, *multiples_of(groups.context.size()), batches=BATCHES)
-        num_tokens = sum(problem.micro_batch.num_tokens for problem in whole)
-        state.model.routers.balance(BALANCE, num_tokens)
-        forward_backward(state, problems)
-        results[name].append(hf_gradients(state))
+    with (
+        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", module, create=True),
+        mock.patch.object(layers, "_grad_accum_fusion_available", True),
+        mock.patch.object(module, "wgrad_gemm_accum_fp32", product),
+        mock.patch.object(megatron_setup, "_speed_options", options_of_gpu),
+    ):
+        for case, groups, state in built(cases, models):
+            product.reset_mock()
+            forward_backward(state, problems_of(groups))
+            results[str(case)] = {
+                "gradients": hf_gradients(state),
+                "products": product.call_count,
+            }
     return results
 
 

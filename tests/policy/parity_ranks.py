@@ -1,15 +1,12 @@
 """What the ranks of test_policy_parity.py do."""
 
-import importlib
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import layers
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -19,10 +16,8 @@ from bapo_megatron.config.megatron import (
     ModelConfig,
     OptimizerConfig,
 )
-from bapo_megatron.policy import megatron_setup
 from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.hf_weights import local_weights
-from bapo_megatron.policy.megatron_import import APEX_PRODUCTS, stand_in_for_apex
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import gather_weights
 from bapo_megatron.policy.weight_table import weight_table
@@ -34,11 +29,10 @@ from bapo_megatron.runtime.distributed import (
 )
 from tests.distributed_launch import joined
 from tests.policy.build import build_state, layout_of
+from tests.policy.families import VOCAB_SIZE
 from tests.policy.tiny_models import (
     SEQUENCES,
-    VOCAB_SIZE,
     Batches,
-    Models,
     Problem,
     make_problems,
 )
@@ -95,65 +89,36 @@ def snapshot(state: TrainState) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in weights}
 
 
-def accumulated_gradients(models: Models, sizes: dict[str, int]) -> dict[str, Any]:
-    """Gradients that layers add to those of the micro-batch before, as on a GPU without apex."""
-    stand_in_for_apex()
-    module, settings = importlib.import_module(APEX_PRODUCTS), megatron_setup._speed_options
-    product = mock.Mock(wraps=module.wgrad_gemm_accum_fp32)
-
-    def options_of_gpu(*args: Any, **options: Any) -> dict[str, Any]:
-        return {**settings(*args, **options), "gradient_accumulation_fusion": True}
-
-    results = {}
-    with (
-        joined(**sizes) as groups,
-        mock.patch.object(layers, "fused_weight_gradient_mlp_cuda", module, create=True),
-        mock.patch.object(layers, "_grad_accum_fusion_available", True),
-        mock.patch.object(module, "wgrad_gemm_accum_fp32", product),
-        mock.patch.object(megatron_setup, "_speed_options", options_of_gpu),
-    ):
-        for name, directory in models.items():
-            state = build(directory, groups)
-            product.reset_mock()
-            forward_backward(state, problems_of(groups))
-            results[name] = {"gradients": hf_gradients(state), "products": product.call_count}
-    return results
-
-
-def single_rank(models: Models) -> dict[str, Any]:
+def single_rank(qwen2: Path) -> dict[str, Any]:
     """What does not depend on the layout."""
-    results: dict[str, Any] = {"accumulated": accumulated_gradients(models, {})}
+    results: dict[str, Any] = {}
     with joined() as groups:
-        directory = models["qwen2"]
-        decaying = build(directory, groups, lr=0.1, weight_decay=0.5)
+        decaying = build(qwen2, groups, lr=0.1, weight_decay=0.5)
         results["decay"] = _weights_around_update(decaying, 0.0)
-        state = build(directory, groups)
+        state = build(qwen2, groups)
         results["non_finite"] = _weights_around_update(state, math.nan)
         results["after non_finite"] = _weights_around_update(state)
-        state = build(directory, groups, dtype="bfloat16")
+        state = build(qwen2, groups, dtype="bfloat16")
         batches = [problem.micro_batch for problem in problems_of(groups)]
         logits = state.model.forward_only(batches, lambda logits_NV, _: logits_NV)
         results["bfloat16"] = {"logits": logits, **_weights_around_update(state)}
-        results["held logits"] = _count_held_logits(build(directory, groups))
-        results["unpadded"] = error_of(_forward_with_tokens_outside_sequences, directory, groups)
-        results["no batch"] = error_of(build(directory, groups).forward_backward, [], None)
+        results["held logits"] = _count_held_logits(build(qwen2, groups))
+        results["unpadded"] = error_of(_forward_with_tokens_outside_sequences, qwen2, groups)
+        results["no batch"] = error_of(build(qwen2, groups).forward_backward, [], None)
     return results
 
 
-def two_ranks(models: Models, root: Path) -> dict[str, Any]:
+def two_ranks(qwen2: Path, root: Path) -> dict[str, Any]:
     """Tensor parallel with sequence parallel, then collectives."""
-    results = {"accumulated": accumulated_gradients(models, {"tensor": 2})}
     with joined() as groups:
-        results["collectives"] = _collectives(groups)
+        results: dict[str, Any] = {"collectives": _collectives(groups)}
     with joined(tensor=2) as groups:
-        results["odd tokens"] = error_of(_forward_odd_tokens, models["qwen2"], groups)
+        results["odd tokens"] = error_of(_forward_odd_tokens, qwen2, groups)
         blocked = root / "blocked"
         if groups.rank == 0:
             blocked.write_text("a file where a directory should be made")
         dist.barrier()
-        results["unwritable"] = error_of(
-            build(models["qwen2"], groups).model.export_hf, blocked / "model"
-        )
+        results["unwritable"] = error_of(build(qwen2, groups).model.export_hf, blocked / "model")
     return results
 
 

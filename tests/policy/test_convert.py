@@ -20,30 +20,25 @@ from bapo_megatron.policy.train_state import TrainState
 from tests.launch import run
 from tests.policy.checkpoint_damages import limited
 from tests.policy.convert_models import COMPANIONS, assert_same, copy_with, run_convert, weights
-from tests.policy.layouts import Layout, Results, built, by_rank, layouts_of
+from tests.policy.families import FAMILIES, params
+from tests.policy.layouts import Case, Results, built, by_rank, cases_of, chosen, in_every_case
 from tests.policy.parity_ranks import snapshot
-from tests.policy.tiny_models import (
-    FAMILIES,
-    Models,
-    load_reference,
-    make_model,
-    set_config_field,
-)
+from tests.policy.tiny_models import Models, load_reference, set_config_field
 
-LAYOUTS = layouts_of("one rank", "TP 2", "PP 2 × VPP 2")
+CASES = cases_of(FAMILIES, "one rank", "TP 2, ETP 1", "PP 2 × VPP 2")
 
 
-def run_layouts(
-    layouts: Sequence[Layout], models: Models, converted: Models, root: Path
+def run_conversions(
+    cases: Sequence[Case], models: Models, converted: Models, root: Path
 ) -> dict[str, dict[str, Tensor]]:
     """Load what was converted into each layout; save changed weights in each layout."""
     loaded = {}
-    for case, _, state in built(layouts, models):
-        name = case.rpartition(", ")[2]
+    for case, _, state in built(cases, models):
+        name = case.family
         _load(state, converted[name])
-        loaded[case] = snapshot(state)
-        _change_and_save(state, models[name], root / case)
-        if case == "one rank, qwen3":
+        loaded[str(case)] = snapshot(state)
+        _change_and_save(state, models[name], root / str(case))
+        if str(case) == "one rank, qwen3":
             _save_layer_by_layer(state, root / "layer by layer")
     return loaded
 
@@ -89,7 +84,7 @@ def there_and_back(model: Path, scratch: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", params())
 def test_there_and_back_changes_no_bit(
     deep_models: Models, tmp_path: Path, family: str, dtype: torch.dtype
 ) -> None:
@@ -104,11 +99,6 @@ def test_there_and_back_changes_no_bit(
     assert config_of(tmp_path / "back") == config_of(model)
     for name, text in COMPANIONS.items():
         assert (tmp_path / "back" / name).read_text() == text
-
-
-def test_experts_that_a_file_stacks_are_divided_and_stacked_again(tmp_path: Path) -> None:
-    model = make_model("gpt_oss", tmp_path / "model")
-    assert_same(there_and_back(model, tmp_path), weights(model))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
@@ -211,22 +201,24 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(deep_models: Models, converted: Models, saved: Path) -> Results:
+def loaded(
+    request: pytest.FixtureRequest, deep_models: Models, converted: Models, saved: Path
+) -> Results:
     """Weights that each layout loaded from the converted checkpoints; each saves into ``saved``."""
-    return by_rank(run_layouts, LAYOUTS, deep_models, converted, saved)
+    cases = chosen(request)
+    checkpoints = {name: converted[name] for _, name in cases}
+    return by_rank(run_conversions, cases, deep_models, checkpoints, saved)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.exhaustive
+@in_every_case(CASES)
 def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_exports(
-    deep_models: Models, loaded: Results, saved: Path, tmp_path: Path, family: str, layout: Layout
+    deep_models: Models, loaded: Results, saved: Path, tmp_path: Path, case: Case
 ) -> None:
-    original, case = weights(deep_models[family]), f"{layout}, {family}"
-    assert_same(loaded[case][0], original)
-    run_convert(saved / case / "checkpoints" / "step_1", tmp_path / "hf")
-    for path in (saved / case / "export").iterdir():
+    original, run = weights(deep_models[case.family]), saved / str(case)
+    assert_same(loaded[str(case)][0], original)
+    run_convert(run / "checkpoints" / "step_1", tmp_path / "hf")
+    for path in (run / "export").iterdir():
         assert (tmp_path / "hf" / path.name).read_bytes() == path.read_bytes(), path.name
     trained = {n: 1.5 * t for n, t in original.items() if not n.endswith("e_score_correction_bias")}
     assert_same(weights(tmp_path / "hf"), original | trained)
@@ -234,11 +226,13 @@ def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_expo
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("loaded")
+@in_every_case(cases_of(("qwen3",), "one rank"))
 def test_layers_that_are_stored_one_by_one_are_read(
-    deep_models: Models, saved: Path, tmp_path: Path
+    deep_models: Models, saved: Path, tmp_path: Path, case: Case
 ) -> None:
-    run_convert(saved / "layer by layer", tmp_path / "hf", hf_dir=deep_models["qwen3"])
-    original = weights(deep_models["qwen3"])
+    model = deep_models[case.family]
+    run_convert(saved / "layer by layer", tmp_path / "hf", hf_dir=model)
+    original = weights(model)
     assert_same(weights(tmp_path / "hf"), {name: 1.5 * t for name, t in original.items()})
 
 

@@ -1,67 +1,86 @@
 """Every model in every layout against transformers: started ranks are shared by all checks."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from bapo_megatron.policy.weight_export import MAX_FILE_BYTES
-from tests.policy.convert_models import assert_same, weights
-from tests.policy.layouts import LR, SUITES, SuiteRun, check_logits
-from tests.policy.tiny_models import load_reference, per_expert
+from tests.policy.convert_models import COMPANIONS, assert_same, weights
+from tests.policy.families import FAMILIES, WITH_EXPERTS
+from tests.policy.layouts import (
+    EXPERTS,
+    LR,
+    ROUTERS,
+    Case,
+    Results,
+    batches_of,
+    by_rank,
+    cases_of,
+    check_logits,
+    chosen,
+    in_every_case,
+    run_cases,
+)
+from tests.policy.oracle import Gradients, Oracle
+from tests.policy.tiny_models import Lazy, Models, load_reference, make_problems, per_expert
 from tests.tolerances import assert_within, sum_bound
 
 pytestmark = pytest.mark.distributed
 
-Runs = dict[str, SuiteRun]
+# All layouts are in ``bench_experts``.
 CASES = [
-    pytest.param(
-        suite_name,
-        layout.name,
-        model,
-        id=f"{suite_name}: {layout.name}, {model}",
-        marks=[pytest.mark.exhaustive] if suite.is_exhaustive else [],
-    )
-    for suite_name, suite in SUITES.items()
-    for layout in suite.layouts
-    for model in layout.models or suite.families
+    *cases_of(FAMILIES, "one rank, recomputed", "TP 2, ETP 1", "PP 2 × VPP 2", "CP 2", "DP 2"),
+    *cases_of(WITH_EXPERTS, "EP 2", "TP 2 × EP 2, ETP 1"),
+    *cases_of(EXPERTS, "one rank, attention recomputed", "PP 2, recomputed"),
+    *cases_of(EXPERTS, "TP 2 × EP 2, ETP 2", "TP 2 × EP 4, ETP 1", "PP 2 × VPP 2 × CP 2 × EP 2"),
 ]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Of each suite; its ranks start where a test looks at their results."""
-    return {name: SuiteRun(suite, tmp_path_factory.mktemp(name)) for name, suite in SUITES.items()}
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
 
 
-@pytest.mark.parametrize(("suite", "layout", "model"), CASES)
-def test_logits_are_those_of_transformers(runs: Runs, suite: str, layout: str, model: str) -> None:
-    run = runs[suite]
-    of_ranks = run.results[f"{layout}, {model}"]
-    check_logits(of_ranks, run.oracles[model], run.suite.batches)
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, deep_models: Models, exports: Path) -> Results:
+    return by_rank(run_cases, chosen(request), deep_models, exports)
 
 
-@pytest.mark.parametrize(("suite", "layout", "model"), CASES)
-def test_gradients_of_every_tensor_and_their_norm_are_those_of_transformers(
-    runs: Runs, suite: str, layout: str, model: str
+@pytest.fixture(scope="module")
+def gradients(oracles: dict[str, Oracle]) -> dict[str, Gradients]:
+    return Lazy(lambda name: oracles[name].gradients(make_problems(batches=batches_of(name))))
+
+
+@in_every_case(CASES)
+def test_logits_are_those_of_transformers(
+    results: Results, oracles: dict[str, Oracle], case: Case
 ) -> None:
-    run = runs[suite]
-    of_ranks, expected = run.results[f"{layout}, {model}"], run.gradients[model]
+    check_logits(results[str(case)], oracles[case.family], batches_of(case.family))
+
+
+@in_every_case(CASES)
+def test_gradients_of_every_tensor_and_their_norm_are_those_of_transformers(
+    results: Results, gradients: dict[str, Gradients], case: Case
+) -> None:
+    of_ranks, expected = results[str(case)], gradients[case.family]
     for result in of_ranks:
         assert result["step"].applied
         expected.check_norm(result["step"].grad_norm)
     expected.check(of_ranks[0]["gradients"])
-    if suite == "experts":
-        router = [name for name in expected.exact if name.endswith(".gate.weight")][-1]
+    if case.family in WITH_EXPERTS:
+        router = [name for name in expected.exact if name.endswith(ROUTERS)][-1]
         assert expected.exact[router].norm() > 1e-3
 
 
-@pytest.mark.parametrize(("suite", "layout", "model"), CASES)
-def test_the_first_update_is_that_of_torch(runs: Runs, suite: str, layout: str, model: str) -> None:
-    run = runs[suite]
-    after = run.results[f"{layout}, {model}"][0]["weights"]
-    start, expected = weights(run.models[model]), run.gradients[model].exact
+@in_every_case(CASES)
+def test_the_first_update_is_that_of_torch(
+    results: Results, gradients: dict[str, Gradients], deep_models: Models, case: Case
+) -> None:
+    after = results[str(case)][0]["weights"]
+    start, expected = weights(deep_models[case.family]), gradients[case.family].exact
     trained = {name: torch.nn.Parameter(start[name].double()) for name in expected}
     for name, parameter in trained.items():
         parameter.grad = expected[name].clone()
@@ -82,20 +101,18 @@ def test_the_first_update_is_that_of_torch(runs: Runs, suite: str, layout: str, 
             assert_within(error, sum_bound(8, weight.abs().max().clamp(min=1.0)), name)
             assert difference.max() <= 2.001 * LR
             num_certain += int(is_certain.sum())
-    share = 0.9 if suite == "experts" else 0.5
-    assert num_certain > share * sum(int((gradient != 0).sum()) for gradient in expected.values())
+    assert num_certain > 0.5 * sum(int((gradient != 0).sum()) for gradient in expected.values())
 
 
-@pytest.mark.parametrize(("suite", "layout", "model"), CASES)
+@in_every_case(CASES)
 def test_export_gives_back_the_weights_bit_by_bit_in_files_that_transformers_loads(
-    runs: Runs, suite: str, layout: str, model: str
+    results: Results, deep_models: Models, exports: Path, case: Case
 ) -> None:
-    run = runs[suite]
-    assert run.results[f"{layout}, {model}"]
-    source, exported = run.models[model], run.exports / f"{layout}, {model}" / "model"
+    assert results[str(case)]
+    source, exported = deep_models[case.family], exports / str(case) / "model"
     expected = weights(source)
     assert_same(weights(exported), expected)
-    max_file_bytes = next(x for x in run.suite.layouts if x.name == layout).max_file_bytes
+    max_file_bytes = case.layout.max_file_bytes
     if max_file_bytes < MAX_FILE_BYTES:
         files = {path.name: path.stat().st_size for path in exported.glob("*.safetensors")}
         assert len(files) > 2
@@ -104,7 +121,7 @@ def test_export_gives_back_the_weights_bit_by_bit_in_files_that_transformers_loa
         assert {*index["weight_map"].values()} == files.keys()
         num_bytes = sum(tensor.nbytes for tensor in expected.values())
         assert index["metadata"]["total_size"] == num_bytes
-    for name in ("tokenizer_config.json", "generation_config.json"):
+    for name in COMPANIONS:
         assert (exported / name).read_bytes() == (source / name).read_bytes()
     fields, of_source = (
         json.loads((path / "config.json").read_text()) for path in (exported, source)
@@ -112,6 +129,6 @@ def test_export_gives_back_the_weights_bit_by_bit_in_files_that_transformers_loa
     assert fields == of_source
     assert not list(exported.parent.glob(".*"))
     reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    assert type(reloaded) is type(load_reference(model, source))
+    assert type(reloaded) is type(load_reference(case.family, source))
     state = per_expert(reloaded.state_dict(), reloaded)
     assert_same({name: state[name] for name in expected}, expected)

@@ -18,51 +18,51 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.memory import stage_adapters
 from tests.distributed_launch import joined, run_ranks
 from tests.policy.convert_models import adapter_pairs, copy_with, merge_adapter, weights
+from tests.policy.families import FAMILIES, RECURRENT, WITH_EXPERTS
 from tests.policy.layouts import (
     BATCHES,
     LR,
-    Layout,
+    Case,
     Results,
+    batches_of,
     by_rank,
+    cases_of,
     check_logits,
-    layouts_of,
-    run_layouts,
+    chosen,
+    in_every_case,
+    run_cases,
 )
 from tests.policy.oracle import Gradients, Oracle
 from tests.policy.parity_ranks import build, forward_backward, problems_of
-from tests.policy.tiny_models import Models, make_model, make_problems
+from tests.policy.tiny_models import Lazy, Models, make_model, make_problems
 from tests.tools.planning.cases import layout_of
 
 pytestmark = pytest.mark.distributed
 
 LORA = {"rank": 3, "alpha": 6.0}
 SCALE = LORA["alpha"] / LORA["rank"]
-DENSE = ("qwen2", "llama")
-EXPERTS = ("qwen3_moe", "deepseek_v3")
-ALL = (*DENSE, *EXPERTS, "qwen3_5_text", "qwen3_next")
-LAYOUTS = (
-    *layouts_of("one rank", "one rank, recomputed", "PP 2 × VPP 2", "CP 2", models=ALL),
-    *layouts_of("TP 2", models=(*DENSE, *EXPERTS)),
-    Layout("TP 2 without SP", 2, {"tensor": 2}, models=DENSE, sequence=False),
-    *layouts_of("EP 2", models=EXPERTS),
-    Layout("TP 2, ETP 1", 2, {"tensor": 2, "expert_tensor": 1}, models=EXPERTS),
-    Layout("DP 2, ETP 2", 2, {"expert_tensor": 2}, models=EXPERTS),
+DIVIDED = tuple(name for name in FAMILIES if name not in RECURRENT)
+"""Tensor-parallel ranks do not divide the inputs of recurrences by rows."""
+in_every_layout = in_every_case(
+    [
+        *cases_of(FAMILIES, "one rank, recomputed", "PP 2 × VPP 2"),
+        *cases_of(DIVIDED, "TP 2, ETP 1"),
+        *cases_of(WITH_EXPERTS, "EP 2"),
+        *cases_of(("llama", "deepseek_v3", "qwen3_5_text"), "CP 2"),
+        *cases_of(("qwen2", "deepseek_v3"), "TP 2", "TP 2 without SP"),
+        *cases_of(("deepseek_v3",), "DP 2, ETP 2"),
+    ]
 )
-CASES = [(layout, family) for layout in LAYOUTS for family in layout.models]
-in_every_layout = pytest.mark.parametrize(("layout", "family"), CASES, ids=str)
 
 
 @pytest.fixture(scope="module")
 def adapters(deep_models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """PEFT directories with random A and B."""
     root = tmp_path_factory.mktemp("adapters")
-    for family in ALL:
-        (root / family).mkdir()
-        write_random_adapter(deep_models[family], root / family)
-    return {family: root / family for family in ALL}
+    return Lazy(lambda name: write_random_adapter(deep_models[name], root / name))
 
 
-def write_random_adapter(model: Path, directory: Path) -> None:
+def write_random_adapter(model: Path, directory: Path) -> Path:
     """Every 2-D weight of a layer but routers has an adapter, under the names of its own."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
@@ -74,12 +74,14 @@ def write_random_adapter(model: Path, directory: Path) -> None:
             tensors[f"{part}.lora_A.weight"] = 0.2 * drawn
             drawn = torch.randn(outputs, LORA["rank"], generator=generator)
             tensors[f"{part}.lora_B.weight"] = 0.2 * drawn
+    directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
     fields = {"peft_type": "LORA", "r": LORA["rank"], "lora_alpha": LORA["alpha"]}
     targets = sorted({name.split(".")[-3] for name in tensors})
     (directory / "adapter_config.json").write_text(
         json.dumps({**fields, "target_modules": targets})
     )
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +90,15 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(deep_models: Models, adapters: dict[str, Path], exports: Path) -> Results:
-    configs = {family: LoraConfig(**LORA, path=path) for family, path in adapters.items()}
-    return by_rank(run_layouts, LAYOUTS, deep_models, exports, BATCHES, configs)
+def results(
+    request: pytest.FixtureRequest,
+    deep_models: Models,
+    adapters: dict[str, Path],
+    exports: Path,
+) -> Results:
+    cases = chosen(request)
+    configs = {name: LoraConfig(**LORA, path=adapters[name]) for _, name in cases}
+    return by_rank(run_cases, cases, deep_models, exports, configs)
 
 
 @pytest.fixture(scope="module")
@@ -99,27 +107,21 @@ def merged(
 ) -> dict[str, Oracle]:
     """Models of transformers whose weights are W + α/r · B A."""
     root = tmp_path_factory.mktemp("merged")
-    references = {}
-    for family, adapter in adapters.items():
-        merge = partial(merge_adapter, adapter=adapter, scale=SCALE)
-        changed = copy_with(deep_models[family], root / family, merge)
-        references[family] = Oracle.of(family, changed)
-    return references
 
+    def merge(name: str) -> Oracle:
+        change = partial(merge_adapter, adapter=adapters[name], scale=SCALE)
+        return Oracle.of(name, copy_with(deep_models[name], root / name, change))
 
-@pytest.fixture(scope="module")
-def base(deep_models: Models) -> dict[str, Oracle]:
-    return {family: Oracle.of(family, deep_models[family]) for family in ALL}
+    return Lazy(merge)
 
 
 @pytest.fixture(scope="module")
 def expected(merged: dict[str, Oracle], adapters: dict[str, Path]) -> dict[str, Gradients]:
     """By family: dA = α/r · Bᵀ dW and dB = α/r · dW Aᵀ, of the gradients of whole weights."""
-    problems = make_problems(batches=BATCHES)
-    expected = {}
-    for family, oracle in merged.items():
+
+    def expect(family: str) -> Gradients:
         both: list[dict[str, Tensor]] = []
-        for whole in oracle.both_gradients(problems):
+        for whole in merged[family].both_gradients(make_problems(batches=batches_of(family))):
             gradients = {}
             for name, (a, b) in adapter_pairs(adapters[family]).items():
                 part, dtype = name.removesuffix(".weight"), whole[name].dtype
@@ -127,32 +129,29 @@ def expected(merged: dict[str, Oracle], adapters: dict[str, Path]) -> dict[str, 
                 gradients[f"{part}.lora_A.weight"] = SCALE * b.to(dtype).T @ whole[name]
                 gradients[f"{part}.lora_B.weight"] = SCALE * whole[name] @ a.to(dtype).T
             both.append(gradients)
-        expected[family] = Gradients.of(*both)
-    return expected
+        return Gradients.of(*both)
+
+    return Lazy(expect)
 
 
 @in_every_layout
 def test_logits_are_those_of_merged_weights_and_without_adapters_those_of_the_base(
-    results: Results,
-    base: dict[str, Oracle],
-    merged: dict[str, Oracle],
-    layout: Any,
-    family: str,
+    results: Results, oracles: dict[str, Oracle], merged: dict[str, Oracle], case: Case
 ) -> None:
-    of_ranks = results[f"{layout.name}, {family}"]
-    check_logits(of_ranks, merged[family])
-    check_logits(of_ranks, base[family], kind="base")
+    of_ranks, batches = results[str(case)], batches_of(case.family)
+    check_logits(of_ranks, merged[case.family], batches)
+    check_logits(of_ranks, oracles[case.family], batches, kind="base")
 
 
 @in_every_layout
 def test_gradients_and_their_norm_are_those_of_the_formula(
-    results: Results, expected: dict[str, Gradients], layout: Any, family: str
+    results: Results, expected: dict[str, Gradients], case: Case
 ) -> None:
-    of_ranks = results[f"{layout.name}, {family}"]
-    expected[family].check(of_ranks[0]["gradients"])
-    assert expected[family].norm > 0.1
+    of_ranks, gradients = results[str(case)], expected[case.family]
+    gradients.check(of_ranks[0]["gradients"])
+    assert gradients.norm > 0.1
     for result in of_ranks:
-        expected[family].check_norm(result["step"].grad_norm)
+        gradients.check_norm(result["step"].grad_norm)
 
 
 def expected_metrics(model: Path, adapter: Path) -> dict[str, float]:
@@ -198,10 +197,10 @@ def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     exports: Path,
     deep_models: Models,
     adapters: dict[str, Path],
-    layout: Any,
-    family: str,
+    case: Case,
 ) -> None:
-    root, base = exports / f"{layout.name}, {family}", weights(deep_models[family])
+    (layout, family), root = case, exports / str(case)
+    base = weights(deep_models[family])
     whole, start = weights(root / "model"), adapter_pairs(adapters[family])
     for name, weight in base.items():
         expected = weight
@@ -220,7 +219,7 @@ def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     )
     assert steps.abs().max() <= 1.001 * LR  # Adam's first step
     assert (steps != 0).float().mean() > 0.5  # some experts have no tokens
-    of_ranks = results[f"{layout.name}, {family}"]
+    of_ranks = results[str(case)]
     assert sum(result["trained"] for result in of_ranks) >= sum(
         a.numel() + b.numel() for a, b in start.values()
     )
@@ -277,7 +276,9 @@ def test_updates_reach_the_next_pass_in_every_kind_of_optimizer(
 ) -> None:
     # A gated delta net and attention, one on each stage.
     two_layers = make_model("qwen3_5_text", tmp_path / "model")
-    first, second = run_ranks(train_some, 2, {**deep_models, "qwen3_5_text": two_layers}, tmp_path)
+    first, second = run_ranks(
+        train_some, 2, {"qwen2": deep_models["qwen2"], "qwen3_5_text": two_layers}, tmp_path
+    )
     assert first["plain"]["new"] == {(False, True), (True, False)}  # B = 0: nothing is added
     plain = first["plain"]["norms"]
     assert len(set(plain)) == 3

@@ -17,41 +17,35 @@ from bapo_megatron.policy.model import PolicyOutput
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.trainer.loss import LossStage
 from bapo_megatron.types import MicroBatch
-from tests.distributed_launch import joined
 from tests.fakes.given_tokens import CONTEXT, make_micro_batch
 from tests.policy.build import build_state
-from tests.policy.layouts import Layout, Results, by_rank
+from tests.policy.families import VOCAB_SIZE
+from tests.policy.layouts import Case, Results, built, by_rank, cases_of, in_every_case
 from tests.policy.parity_ranks import hf_gradients
-from tests.policy.tiny_models import VOCAB_SIZE, Models, make_problems
+from tests.policy.tiny_models import Models, make_problems
 from tests.tolerances import assert_within
 
 pytestmark = pytest.mark.distributed
 
 # A tied head, and one of its own after a norm around 0, which needs sequence parallel.
-FAMILIES = ("qwen3", "qwen3_5_text")
-LAYOUTS = (
-    Layout("one rank", 1, models=FAMILIES),
-    Layout("TP 2 without SP", 2, {"tensor": 2}, models=FAMILIES[:1]),
-    Layout("TP 2", 2, {"tensor": 2, "sequence": True}, models=FAMILIES),
-)
+CASES = [
+    *cases_of(("qwen3", "qwen3_5_text"), "one rank", "TP 2"),
+    *cases_of(("qwen3",), "TP 2 without SP"),
+]
 CHUNK_TOKENS = 3
 ALGORITHM = AlgorithmConfig.model_validate(
     {"objective": "clip", "fixed": {"low": 0.5, "high": 4.0}, "entropy_coefficient": 0.03}
 )
 
 
-def train_both(layouts: Sequence[Layout], models: Models) -> dict[str, Any]:
+def train_both(cases: Sequence[Case], models: Models) -> dict[str, Any]:
     """Each model with logits and with hidden states, on the same tokens and weights."""
     results: dict[str, Any] = {}
-    for layout in layouts:
-        with joined(**layout.sizes) as groups:
-            for name in layout.models:
-                config = ModelConfig(path=models[name], dtype="float32")
-                parallel = ParallelConfig.model_validate(layout.sizes)
-                results[f"{layout.name}, {name}"] = {
-                    kind: _train(build_state(config, groups, parallel=parallel, hidden=hidden))
-                    for kind, hidden in (("logits", False), ("hidden", True))
-                }
+    for case, groups, state in built(cases, models):
+        config = ModelConfig(path=models[case.family], dtype="float32")
+        parallel = ParallelConfig.model_validate(case.layout.sizes)
+        hidden = build_state(config, groups, parallel=parallel, hidden=True)
+        results[str(case)] = {"logits": _train(state), "hidden": _train(hidden)}
     return results
 
 
@@ -96,12 +90,12 @@ def _with_responses(batch: MicroBatch) -> MicroBatch:
 
 @pytest.fixture(scope="module")
 def results(models: Models) -> Results:
-    return by_rank(train_both, LAYOUTS, models)
+    return by_rank(train_both, CASES, models)
 
 
-@pytest.mark.parametrize("case", [f"{x.name}, {name}" for x in LAYOUTS for name in x.models])
-def test_log_probs_sums_and_all_gradients_are_those_of_logits(results: Results, case: str) -> None:
-    for rank in results[case]:
+@in_every_case(CASES)
+def test_log_probs_sums_and_all_gradients_are_those_of_logits(results: Results, case: Case) -> None:
+    for rank in results[str(case)]:
         expected, actual = rank["logits"], rank["hidden"]
         assert actual["parameters"] == expected["parameters"]
         for name in ("logprobs", "sums"):

@@ -20,27 +20,21 @@ from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.lora import load_adapter, write_adapter
 from bapo_megatron.policy.weight_table import hf_shapes
 from tests.policy.convert_models import copy_with, merge_adapter
+from tests.policy.families import FAMILIES, marks
 from tests.policy.oracle import Oracle
-from tests.policy.tiny_models import MINIMAX_NAMES, load_reference, make_model
+from tests.policy.tiny_models import MINIMAX_NAMES, Models, load_reference
 from tests.tolerances import assert_within
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DENSE = ("qwen2", "llama")
-WITH_EXPERTS = (
-    "qwen3_moe",
-    "glm4_moe",
-    "deepseek_v3",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-    "minimax_m2",
-)
+PEFT_TARGETS = {"nemotron_h": ("q_proj", "o_proj", "in_proj", "down_proj")}
+"""Where PEFT cannot load all."""
 REMEDY = r"; save the merged model \(PEFT's merge_and_unload\) and train from it, or choose"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model("qwen2", tmp_path_factory.mktemp("models") / "qwen2")
+@pytest.fixture
+def model(models: Models) -> Path:
+    return models["qwen2"]
 
 
 def architecture(model: Path) -> HfConfig:
@@ -177,14 +171,24 @@ def write_random(model: Path, config: LoraConfig, to: Path) -> None:
     write_adapter(tensors.items(), hf, config, model, to)
 
 
-@pytest.mark.parametrize("family", [*DENSE, *WITH_EXPERTS])
 @pytest.mark.parametrize(
-    "targets", [(), ("gate_proj", "up_proj", "o_proj"), ("down_proj",), ("o_proj",)], ids=str
+    ("family", "targets"),
+    [
+        *(
+            pytest.param(family, PEFT_TARGETS.get(family, ()), marks=marks(family))
+            for family in FAMILIES
+        ),
+        *(
+            pytest.param(family, targets, marks=pytest.mark.exhaustive)
+            for family in ("llama", "glm4_moe", "qwen3_next", "minimax_m2")
+            for targets in (("gate_proj", "up_proj", "o_proj"), ("down_proj",), ("o_proj",))
+        ),
+    ],
 )
 def test_peft_computes_with_all_that_is_written_as_with_the_merged_weights(
-    tmp_path: Path, family: str, targets: tuple[str, ...]
+    models: Models, tmp_path: Path, family: str, targets: tuple[str, ...]
 ) -> None:
-    model = make_model(family, tmp_path / "model")
+    model = models[family]
     if family == "minimax_m2":
         targets = tuple(MINIMAX_NAMES.get(target, target) for target in targets)
     config = LORA.model_copy(update={"targets": targets})
@@ -204,18 +208,26 @@ def test_peft_computes_with_all_that_is_written_as_with_the_merged_weights(
 
 
 @pytest.mark.parametrize(
-    ("changes", "targets", "obstacle"),
+    ("family", "prefix", "targets", "obstacle"),
     [
-        ({}, ("gate_proj", "down_proj"), "gate_proj and up_proj of experts only together"),
-        ({}, ("up_proj",), "gate_proj and up_proj of experts only together"),
-        ({"tensor_prefix": "model.language_model"}, (), "the experts of a model with a vision"),
-        ({"tensor_prefix": "model.language_model"}, ("o_proj",), ""),
+        (
+            "qwen3_5_moe_text",
+            "",
+            ("gate_proj", "down_proj"),
+            "gate_proj and up_proj of experts only",
+        ),
+        ("qwen3_5_moe_text", "", ("up_proj",), "gate_proj and up_proj of experts only together"),
+        ("qwen3_5_moe_text", ".language_model", (), "the experts of a model with a vision tower"),
+        ("qwen3_5_moe_text", ".language_model", ("o_proj",), ""),
+        ("nemotron_h", "", (), "it refuses out_proj of Mamba"),
+        ("nemotron_h", "", ("up_proj",), "it does not find up_proj of experts without gate_proj"),
     ],
 )
 def test_what_peft_cannot_load_is_known(
-    tmp_path: Path, changes: dict[str, str], targets: tuple[str, ...], obstacle: str
+    models: Models, family: str, prefix: str, targets: tuple[str, ...], obstacle: str
 ) -> None:
-    hf = dataclasses.replace(architecture(make_model("qwen3_5_moe_text", tmp_path)), **changes)
+    hf = architecture(models[family])
+    hf = dataclasses.replace(hf, tensor_prefix=f"{hf.tensor_prefix}{prefix}")
     actual = peft_obstacle(hf, LORA.model_copy(update={"targets": targets}))
     assert obstacle in actual
     assert bool(obstacle) == bool(actual)

@@ -9,45 +9,47 @@ import torch
 from tests.distributed_launch import run_ranks
 from tests.policy import parity_ranks
 from tests.policy.convert_models import assert_same
-from tests.policy.oracle import Oracle
-from tests.policy.tiny_models import (
-    FAMILIES,
-    VOCAB_SIZE,
-    Models,
-    Ranks,
-    load_reference,
-    make_problems,
-    reference_logits,
+from tests.policy.families import FAMILIES, VOCAB_SIZE, WITH_EXPERTS
+from tests.policy.layouts import (
+    Case,
+    Results,
+    by_rank,
+    cases_of,
+    chosen,
+    in_every_case,
+    run_accumulated,
 )
+from tests.policy.oracle import Oracle
+from tests.policy.tiny_models import Models, Ranks, load_reference, make_problems, reference_logits
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
 def one_rank(models: Models) -> dict[str, Any]:
-    return run_ranks(parity_ranks.single_rank, 1, models)[0]
+    return run_ranks(parity_ranks.single_rank, 1, models["qwen2"])[0]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(parity_ranks.two_ranks, 2, models, tmp_path_factory.mktemp("two"))
+    return run_ranks(parity_ranks.two_ranks, 2, models["qwen2"], tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.fixture(scope="module")
+def accumulated(request: pytest.FixtureRequest, models: Models) -> Results:
+    return by_rank(run_accumulated, chosen(request), models)
+
+
+@in_every_case(cases_of(FAMILIES, "one rank", "TP 2, ETP 1"))
 def test_gradients_that_layers_add_up_themselves_are_those_of_transformers(
-    one_rank: dict[str, Any],
-    two_ranks: Ranks,
-    models: Models,
-    family: str,
+    accumulated: Results, models: Models, case: Case
 ) -> None:
-    for rank in (one_rank, *two_ranks):
-        products = rank["accumulated"][family]["products"]
+    for rank in accumulated[str(case)]:
         # Two micro-batches through two layers of four products each, and the output layer.
-        has_experts = family.endswith(("_moe", "_next", "_v3", "_h", "_m2"))
-        assert products > 18 if has_experts else products == 18
-    expected = Oracle.of(family, models[family]).gradients(make_problems())
-    for rank_zero in (one_rank, two_ranks[0]):
-        expected.check(rank_zero["accumulated"][family]["gradients"])
+        is_dense = case.family not in WITH_EXPERTS
+        assert rank["products"] == 18 if is_dense else rank["products"] > 18
+    expected = Oracle.of(case.family, models[case.family]).gradients(make_problems())
+    expected.check(accumulated[str(case)][0]["gradients"])
 
 
 def test_without_gradients_one_micro_batch_has_logits_at_a_time(one_rank: dict[str, Any]) -> None:

@@ -6,108 +6,25 @@ Shape legend: N = packed tokens, V = vocabulary, S = tokens of one sequence.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bapo_megatron.data.micro_batch import TOKEN_FIELDS, shard_context
+from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.types import MicroBatch
+from tests.policy.families import MODEL_TYPES, SIZES, TINY, VOCAB_SIZE
 
-VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
-FAMILIES = (
-    "qwen2",
-    "qwen3",
-    "llama",
-    "mistral",
-    "qwen3_moe",
-    "glm4_moe",
-    "qwen3_5_text",
-    "qwen3_next",
-    "deepseek_v3",
-    "gemma3_text",
-    "olmo2",
-    "minimax_m2",
-    "nemotron_h",
-)
-"""Those of tests in every layout."""
 Models = dict[str, Path]
 """Directories of models, or of checkpoints, by family."""
 Ranks = list[dict[str, Any]]
 """What ranks return, in their order."""
-
-SIZES = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.15,
-}
-
-MOONLIGHT = {
-    "q_lora_rank": None,
-    "n_group": 1,
-    "n_shared_experts": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-}
-"""How Moonlight differs from the tiny DeepSeek-V3: no latent of queries, no groups, no YaRN."""
-HYBRID = {
-    "tie_word_embeddings": False,
-    "head_dim": 16,
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "initializer_range": 0.12,
-    # A delta net's output, a product of queries and keys that may cancel, is divided by its size:
-    # with 1e-6 transformers in float32 is up to 2e-5 off transformers in float64.
-    "rms_norm_eps": 1e-3,
-}
-"""A gated delta net before each attention."""
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-SHARED_EXPERTS = EXPERTS | {
-    "n_routed_experts": 8,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-}
-HYBRID_EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-
-NEMOTRON_H = {
-    "hybrid_override_pattern": "M*-E",
-    "head_dim": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 8,
-    "n_groups": 2,
-    "ssm_state_size": 12,
-    # transformers limits steps of its prefill to time_step_min, nobody else
-    "time_step_min": 1e-9,
-    "time_step_floor": 0.3,
-    "time_step_max": 1.0,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 24,
-    "routed_scaling_factor": 2.5,
-}
-"""A layer of each kind."""
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
 
 Batches = tuple[tuple[tuple[int, ...], ...], ...]
 """Token ids of the sequences of micro-batches."""
@@ -115,9 +32,21 @@ SEQUENCES: Batches = (((7, 3), (5,), (11, 9, 40)), ((96, 0, 1, 2, 3, 4, 5, 6, 7,
 """Token ids of the sequences of each micro-batch: different lengths, one of a single token."""
 
 
+class Lazy[T](dict[str, T]):
+    """Values that are made where they are first looked up."""
+
+    def __init__(self, make: Callable[[str], T]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> T:
+        self[name] = self._make(name)
+        return self[name]
+
+
 def make_model(family: str, directory: Path, **changes: Any) -> Path:
     """Write a random model in float32; norms and biases are random too."""
-    torch.manual_seed(FAMILIES.index(family) if family in FAMILIES else len(FAMILIES))
+    torch.manual_seed([*TINY].index(family))
     model = model_class(family)(_config(family, changes)).float()
     _randomize(model)
     model.save_pretrained(directory)
@@ -136,41 +65,45 @@ def _randomize(model: Any) -> None:
                 parameter.sub_(3.0)  # or states would forget within few tokens
 
 
-def make_gemma_vision_model(directory: Path, **changes: Any) -> Path:
-    """As published: a vision tower and its projector, under the names of older transformers."""
-    import transformers
+@dataclass(frozen=True)
+class Vision:
+    """A vision tower beside the layers of a tiny model, and what its files have further."""
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    vision = sizes | {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
-    text = _config(
-        "gemma3_text", {"num_hidden_layers": 4, "max_position_embeddings": 512} | changes
-    )
+    text: str
+    fields: dict[str, Any]
+    others: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
+
+
+VISION = {
+    "qwen3_5": Vision(
+        "qwen3_5_text",
+        {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
+        extra=("mtp.fc.weight",),  # of a head for multi-token prediction
+    ),
+    "gemma3": Vision(
+        "gemma3_text",
+        {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8},
+        {"mm_tokens_per_image": 4},
+    ),
+}
+
+
+def make_vision_model(family: str, directory: Path, **changes: Any) -> Path:
+    """As published, which for Gemma are the names of older transformers."""
+    vision, kind = VISION[family], model_class(family)
+    sizes = {"num_hidden_layers": 4, "max_position_embeddings": 512} | changes
+    tower = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4} | vision.fields
     torch.manual_seed(0)
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    config = kind.config_class(
+        text_config=_config(vision.text, sizes), vision_config=tower, **vision.others
     )
-    model = transformers.Gemma3ForConditionalGeneration(config).float()
-    _randomize(model)
-    model.save_pretrained(directory)
-    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
-    return directory
-
-
-def make_vision_model(directory: Path) -> Path:
-    """As published: a vision tower, and a tensor of a head for multi-token prediction."""
-    import transformers
-    from safetensors.torch import load_file, save_file
-
-    text = {**SIZES, **HYBRID, "num_hidden_layers": 4, "max_position_embeddings": 512}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
-    vision |= {"out_hidden_size": 32, "patch_size": 4, "num_position_embeddings": 16}
-    torch.manual_seed(0)
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    model = transformers.Qwen3_5ForConditionalGeneration(config).float()
+    model = kind(config).float()
     _randomize(model)
     model.save_pretrained(directory)
     file = directory / "model.safetensors"
-    save_file({**load_file(file), "mtp.fc.weight": torch.randn(32, 64)}, file, {"format": "pt"})
+    extra = {name: torch.randn(32, 64) for name in vision.extra}
+    save_file({**load_file(file), **extra}, file, {"format": "pt"})
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
     return directory
 
@@ -181,130 +114,40 @@ def load_reference(family: str, directory: Path) -> Any:
 
 
 def model_class(family: str) -> Any:
+    """Its class of transformers."""
     import transformers
 
-    return {
-        "qwen2": transformers.Qwen2ForCausalLM,
-        "qwen3": transformers.Qwen3ForCausalLM,
-        "llama": transformers.LlamaForCausalLM,
-        "mistral": transformers.MistralForCausalLM,
-        "qwen3_moe": transformers.Qwen3MoeForCausalLM,
-        "gpt_oss": transformers.GptOssForCausalLM,
-        "glm4_moe": transformers.Glm4MoeForCausalLM,
-        "mistral_window": transformers.MistralForCausalLM,
-        "deepseek_v3": transformers.DeepseekV3ForCausalLM,
-        "kimi_k2": transformers.DeepseekV3ForCausalLM,
-        "glm4_moe_lite": transformers.Glm4MoeLiteForCausalLM,
-        "moonlight": transformers.DeepseekV3ForCausalLM,
-        "gemma3": transformers.Gemma3ForConditionalGeneration,
-        "gemma3_text": transformers.Gemma3ForCausalLM,
-        "minimax_m2": transformers.MiniMaxM2ForCausalLM,
-        "olmo2": transformers.Olmo2ForCausalLM,
-        "nemotron_h": transformers.NemotronHForCausalLM,
-        "qwen3_5_text": transformers.Qwen3_5ForCausalLM,
-        "qwen3_next": transformers.Qwen3NextForCausalLM,
-        "qwen3_5_moe_text": transformers.Qwen3_5MoeForCausalLM,
-        "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
-        "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
-    }[family]
+    return getattr(transformers, FAMILIES[MODEL_TYPES.get(family, family)].architecture)
 
 
 def _config(family: str, changes: dict[str, Any]) -> Any:
-    traits: dict[str, dict[str, Any]] = {
-        "qwen2": {"tie_word_embeddings": False},
-        "qwen3": {"tie_word_embeddings": True, "head_dim": 16},
-        "llama": {
-            "tie_word_embeddings": True,
-            "attention_bias": True,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            },
-        },
-        "mistral": {
-            "tie_word_embeddings": False,
-            "sliding_window": None,
-            "rope_parameters": YARN,
-        },
-        "qwen3_moe": {
-            "tie_word_embeddings": False,
-            "head_dim": 16,
-            "num_experts": 8,
-            **EXPERTS,
-        },
-        "gpt_oss": {
-            "tie_word_embeddings": False,
-            "head_dim": 16,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 3,
-            "intermediate_size": 8,
-            "sliding_window": 4,
-            "swiglu_limit": 1.0,  # many values are beyond
-            "rope_parameters": YARN | {"truncate": False},
-        },
-        "glm4_moe": {
-            "tie_word_embeddings": False,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            **SHARED_EXPERTS,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 2,
-        },
-        "deepseek_v3": {
-            "tie_word_embeddings": False,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 20,
-            "kv_lora_rank": 12,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 10,
-            **SHARED_EXPERTS,
-            "n_group": 2,
-            "topk_group": 1,
-            "n_shared_experts": 1,
-            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
-        },
-        "gemma3_text": {
-            "pad_token_id": None,  # transformers keeps its embedding out of training
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 4,
-            "sliding_window_pattern": 2,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-            },
-        },
-        "minimax_m2": {
-            "tie_word_embeddings": False,
-            "head_dim": 16,
-            "rotary_dim": 8,
-            "intermediate_size": 16,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        "olmo2": {"pad_token_id": None, "eos_token_id": None},  # of its own vocabulary
-        "nemotron_h": NEMOTRON_H,
-        "qwen3_5_text": HYBRID,
-        "qwen3_next": HYBRID | HYBRID_EXPERTS,
-        "qwen3_5_moe_text": HYBRID | HYBRID_EXPERTS,
+    sizes = {**SIZES, **TINY[family], **changes}
+    present = {name: value for name, value in sizes.items() if value != "absent"}
+    return model_class(family).config_class(**present)
+
+
+def routers_of(model: Any) -> dict[int, Any]:
+    """Routers by the number of their layer."""
+    return {
+        number: module
+        for number, layer in enumerate(model.model.layers)
+        for module in layer.modules()
+        if type(module).__name__.lower().endswith("topkrouter")
     }
-    traits["moonlight"] = traits["deepseek_v3"] | MOONLIGHT
-    traits["glm4_moe_lite"] = traits["deepseek_v3"] | {
-        "n_group": 1,
-        "rms_norm_eps": 1e-6,  # which transformers fixes for the norms of latents
-        "rope_parameters": MOONLIGHT["rope_parameters"],
-    }
-    traits["mistral_window"] = traits["mistral"] | {"sliding_window": 4}
-    sizes = {**SIZES, **traits[family], **changes}
-    if family == "qwen3_5_moe_text":
-        del sizes["intermediate_size"]
-    return model_class(family).config_class(**sizes)
+
+
+@contextmanager
+def recorded_routers(model: Any) -> Iterator[dict[int, list[tuple[Tensor, ...]]]]:
+    """What routers return meanwhile by layer: logits, weights and experts, of each pass."""
+    routers = routers_of(model)
+    outputs: dict[int, list[tuple[Tensor, ...]]] = {number: [] for number in routers}
+    hooks = [
+        router.register_forward_hook(lambda _, __, output, of=outputs[number]: of.append(output))
+        for number, router in routers.items()
+    ]
+    yield outputs
+    for hook in hooks:
+        hook.remove()
 
 
 @dataclass(frozen=True)
