@@ -236,6 +236,6 @@ def peft_obstacle(hf: HfConfig, config: LoraConfig) -> str:
         return "it adapts gate_proj and up_proj of experts only together"
     if hf.tensor_prefix.startswith("language_model"):
         return "it knows the layers beside a vision tower by other names"
-    if joined and hf.tensor_prefix != "model":
+    if joined and hf.tensor_prefix.endswith("language_model"):
         return "it does not find the experts of a model with a vision tower"
     return ""

@@ -67,7 +67,8 @@ def write_random_adapter(model: Path, directory: Path) -> Path:
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, weight in weights(model).items():
-        if ".layers." in name and weight.dim() == 2 and not name.endswith("gate.weight"):
+        is_router = name.endswith(("gate.weight", "router.weight"))
+        if ".layers." in name and name.endswith(".weight") and weight.dim() == 2 and not is_router:
             outputs, inputs = weight.shape
             part = f"base_model.model.{name.removesuffix('.weight')}"
             drawn = torch.randn(LORA["rank"], inputs, generator=generator)

@@ -1,38 +1,37 @@
-"""The config.json of published models: read, and with as many parameters as transformers' class."""
+"""Parameters that ``plan`` counts are those of transformers: of tiny and of published models."""
 
 import json
-import math
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
 from bapo_megatron.policy.hf_config import read_hf_config_file
-from bapo_megatron.policy.weight_table import hf_shapes, weight_table
+from bapo_megatron.tools.planning.memory import model_parameters
+from tests.policy.families import FAMILIES
+from tests.policy.tiny_models import Models
 from tests.tools.planning.cases import MODELS
 
 VISION = ("visual.", "vision_tower.", "multi_modal_projector.")
-NAMES = sorted(path.stem for path in MODELS.glob("*.json"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_are_those_of_transformers(name: str) -> None:
-    path = MODELS / f"{name}.json"
-    hf = read_hf_config_file(path)
-    counted = sum(
-        math.prod(shape)
-        for weight in weight_table(hf)
-        if not weight.is_buffer
-        for shape in hf_shapes(weight, hf).values()
-    )
-    fields = json.loads(path.read_text())
-    kind = getattr(transformers, fields["architectures"][0])
-    # transformers does not know kimi_k2, whose architecture is DeepSeek-V3's.
-    config = kind.config_class.from_dict({**fields, "model_type": kind.config_class.model_type})
+def assert_counted(config_json: Path) -> None:
+    kind = getattr(transformers, json.loads(config_json.read_text())["architectures"][0])
     with torch.device("meta"):
-        model = kind(config)
-    assert counted == sum(
+        model = kind(kind.config_class.from_json_file(config_json))
+    assert model_parameters(read_hf_config_file(config_json)) == sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
         if not any(part in name for part in VISION)
     )
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.json")))
+def test_of_a_published_model(name: str) -> None:
+    assert_counted(MODELS / f"{name}.json")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_the_tiny_model_of_a_family(models: Models, family: str) -> None:
+    assert_counted(models[family] / "config.json")

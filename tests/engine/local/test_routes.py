@@ -6,34 +6,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from bapo_megatron.data.record import Completion
 from bapo_megatron.engine.base import GenerateRequest
 from tests.engine.helpers import make_model_dir
 from tests.engine.local.setting import complete, opened, ragged_requests, start
-from tests.policy.tiny_models import load_reference
+from tests.policy.families import WITH_EXPERTS, params
+from tests.policy.tiny_models import load_reference, recorded_routers
 
-FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "minimax_m2")
 
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=params(WITH_EXPERTS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model_dir(tmp_path_factory.mktemp(request.param), request.param)
+    return make_model_dir(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
 def reference_routes(model_dir: Path, token_ids: Sequence[int]) -> np.ndarray:
     """[tokens, layers, experts per token], sorted, of one pass of transformers."""
-    model = load_reference(model_dir.name[:-1], model_dir)
-    chosen: dict[int, Tensor] = {}
-    for number, layer in enumerate(model.model.layers):
-        router = getattr(layer.mlp, "router" if "gpt_oss" in model_dir.name else "gate", None)
-        if router is not None:
-            router.register_forward_hook(
-                lambda _, __, output, number=number: chosen.update({number: output[2]})
-            )
-    with torch.no_grad():
+    model = load_reference(model_dir.name, model_dir)
+    with torch.no_grad(), recorded_routers(model) as outputs:
         model(torch.tensor([list(token_ids)]))
+    chosen = {number: experts for number, [(_, _, experts)] in outputs.items()}
     none = torch.full_like(next(iter(chosen.values())), -1)
     layers = [chosen.get(number, none) for number in range(len(model.model.layers))]
     return torch.stack(layers, dim=1).sort(dim=-1).values.numpy()

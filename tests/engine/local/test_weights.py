@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from bapo_megatron.engine.base import BucketLayout, SamplingSettings
 from bapo_megatron.engine.collective import WeightGroup
@@ -25,7 +24,9 @@ from tests.engine.helpers import (
     write_adapter,
 )
 from tests.engine.local.setting import complete, finish, opened, request, start
-from tests.policy.tiny_models import load_reference, make_gemma_vision_model
+from tests.policy.convert_models import copy_with, weights
+from tests.policy.families import params
+from tests.policy.tiny_models import load_reference, make_vision_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,22 +49,6 @@ def changed_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return change_weights(model_dir, tmp_path_factory.mktemp("changed") / "qwen2")
 
 
-def _weights(directory: Path) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for path in sorted(directory.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-
-
-def _changed(source: Path, directory: Path, change: Change) -> Path:
-    """A copy of a model with other weights."""
-    shutil.copytree(source, directory)
-    tensors = change(_weights(source))
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
-
-
 async def _load(engine: LocalEngine, directory: Path, version: int) -> None:
     await engine.weights.load(directory, version=version, timeout_s=LIMIT_S)
 
@@ -80,9 +65,9 @@ async def test_a_group_brings_them_in_parts_again_and_again_and_a_missing_one_is
     group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
     place, completions = replace(group.place, first_rank=1), []
     async with opened(model_dir) as engine:
-        weights = engine.weights
+        receiver = engine.weights
         formed = asyncio.wrap_future(group.form())
-        await asyncio.gather(formed, weights.join_group(place, LIMIT_S))
+        await asyncio.gather(formed, receiver.join_group(place, LIMIT_S))
 
         async def receive(part: Sequence[tuple[str, Tensor]], version: int | None) -> None:
             names, values = zip(*part, strict=True)
@@ -90,23 +75,23 @@ async def test_a_group_brings_them_in_parts_again_and_again_and_a_missing_one_is
             layout = BucketLayout(names, ("float32",) * len(part), shapes)
             flat = torch.cat([tensor.flatten() for tensor in values]).view(torch.uint8)
             sent = asyncio.wrap_future(group.broadcast(flat))
-            received = weights.receive(layout, place.name, version=version, timeout_s=LIMIT_S)
+            received = receiver.receive(layout, place.name, version=version, timeout_s=LIMIT_S)
             await asyncio.gather(received, sent)
 
         for version, directory in ((1, changed_dir), (2, model_dir)):
-            tensors = list(_weights(directory).items())
-            await weights.open_session(LIMIT_S)
+            tensors = list(weights(directory).items())
+            await receiver.open_session(LIMIT_S)
             with pytest.raises(RolloutError, match=r"lack '.*' \(7 in all\)"):
                 await receive(tensors[7:], version)
-            await weights.open_session(LIMIT_S)
+            await receiver.open_session(LIMIT_S)
             await receive(tensors[:7], None)
             assert await engine.version() == str(version - 1)
             await receive(tensors[7:], version)
-            await weights.close_session(LIMIT_S)
-            await weights.flush_idle(LIMIT_S)
+            await receiver.close_session(LIMIT_S)
+            await receiver.flush_idle(LIMIT_S)
             assert await engine.version() == str(version)
             completions += await complete(engine, request(PROMPT, LONG, version=version))
-        await weights.leave_group(place.name, LIMIT_S)
+        await receiver.leave_group(place.name, LIMIT_S)
     assert group.close() is None
     for directory, completion in zip((changed_dir, model_dir), completions, strict=True):
         _assert_of(directory, completion)
@@ -123,46 +108,33 @@ async def test_a_group_brings_them_in_parts_again_and_again_and_a_missing_one_is
 async def test_a_weight_of_another_model_or_a_missing_one_is_named_and_changes_nothing(
     model_dir: Path, tmp_path: Path, change: dict[str, Tensor | None], message: str
 ) -> None:
-    def merge(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: t for n, t in (tensors | change).items() if t is not None}
+    def merge(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in change.items():
+            tensors.pop(name, None)
+            tensors |= {} if tensor is None else {name: tensor}
 
-    other = _changed(model_dir, tmp_path / "other", merge)
+    other = copy_with(model_dir, tmp_path / "other", merge)
     async with opened(model_dir) as engine:
         with pytest.raises(RolloutError, match=message):
             await _load(engine, other, 3)
         _assert_of(model_dir, (await complete(engine, request(PROMPT, LONG)))[0])
 
 
-@pytest.mark.parametrize(
-    ("family", "prefix"),
-    [
-        ("llama", "model."),  # of tied embeddings: the head's have no name of their own
-        ("qwen3_moe", "model."),
-        ("glm4_moe", "model."),
-        ("gpt_oss", "model."),
-        ("deepseek_v3", "model."),
-        ("minimax_m2", "model."),
-        ("olmo2", "model."),
-        ("nemotron_h", "model."),
-        ("qwen3_5_text", "model.language_model."),  # beside a vision tower
-        ("gemma3_text", "model."),
-    ],
-)
-async def test_weights_have_the_names_of_their_family(
-    tmp_path: Path, family: str, prefix: str
-) -> None:
+@pytest.mark.parametrize("family", params())
+async def test_weights_have_the_names_of_their_family(tmp_path: Path, family: str) -> None:
     draw = torch.Generator().manual_seed(0)
+    # Of tied embeddings the head's have no name of their own; Qwen3.5's are beside a vision tower.
+    prefix = "model.language_model." if family.startswith("qwen3_5") else "model."
 
-    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        assert family != "llama" or "lm_head.weight" not in tensors
-        moved = {}
-        for name, tensor in tensors.items():
+    def change(tensors: dict[str, Tensor]) -> None:
+        assert family not in ("llama", "qwen3") or "lm_head.weight" not in tensors
+        for name in [*tensors]:
+            tensor = tensors.pop(name)
             shift = 0.1 * torch.rand(tensor.shape, generator=draw)
-            moved[name.replace("model.", prefix, 1)] = tensor + shift
-        return moved
+            tensors[name.replace("model.", prefix, 1)] = tensor + shift
 
     directory = make_model_dir(tmp_path / family, family)
-    changed = _changed(directory, tmp_path / "changed", change)
+    changed = copy_with(directory, tmp_path / "changed", change)
     async with opened(directory) as engine:
         await _load(engine, changed, 1)
         (completion,) = await complete(engine, request(PROMPT, LONG, version=1))
@@ -251,19 +223,21 @@ async def test_tokens_have_the_version_of_their_adapter_when_it_changes_under_wa
 
 async def test_a_language_model_is_loaded_without_its_vision_tower(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(512)
-    directory = make_gemma_vision_model(tmp_path / "model", vocab_size=len(tokenizer))
+    directory = make_vision_model("gemma3", tmp_path / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(directory)
 
-    def change(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        names = [name for name in tensors if name.startswith("language_model.")]
-        return {name: 1.1 * tensors[name] for name in names}
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [*tensors]:
+            tensor = tensors.pop(name)
+            if name.startswith("language_model."):
+                tensors[name] = 1.1 * tensor
 
-    changed = _changed(directory, tmp_path / "changed", change)
+    changed = copy_with(directory, tmp_path / "changed", change)
     async with opened(directory) as engine:
         completions = await complete(engine, request(PROMPT, LONG))
         await _load(engine, changed, 1)
         completions += await complete(engine, request(PROMPT, LONG, version=1))
-    tensors = _weights(directory) | _weights(changed)
+    tensors = weights(directory) | weights(changed)
     save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
     for source, completion in zip((directory, changed), completions, strict=True):
         _assert_of(source, completion)
@@ -273,9 +247,8 @@ async def test_a_group_that_does_not_form_ends_in_time(model_dir: Path) -> None:
     async with opened(model_dir) as engine:
         group = WeightGroup("127.0.0.1", "gloo", 2, LIMIT_S)
         place = replace(group.place, first_rank=1)
-        weights = engine.weights
         with pytest.raises((RolloutError, ServerGoneError), match="could not join the group"):
-            await weights.join_group(place, 0.5)
+            await engine.weights.join_group(place, 0.5)
         group.close()
 
 
@@ -317,7 +290,7 @@ async def test_rounded_weights_lie_on_the_grid_of_their_row_and_others_stay(
     tmp_path: Path, family: str, bits: int
 ) -> None:
     directory = make_model_dir(tmp_path / family, family)
-    expected = _rounded(_weights(directory), bits)
+    expected = _rounded(weights(directory), bits)
     async with opened(directory, sampling_bits=bits) as engine:
         for version in (None, 1):  # as loaded, and after a weight sync
             if version is not None:
@@ -325,7 +298,7 @@ async def test_rounded_weights_lie_on_the_grid_of_their_row_and_others_stay(
             held = engine.weights._parameters
             for name, tensor in expected.items():
                 torch.testing.assert_close(held[name].detach(), tensor, rtol=2e-6, atol=1e-9)
-    original = _weights(directory)
+    original = weights(directory)
     moved = {name for name, tensor in expected.items() if not tensor.equal(original[name])}
     assert moved == {name for name in expected if name.endswith(("proj", "proj.weight"))}
 
@@ -334,7 +307,9 @@ async def test_the_recorded_log_probs_are_the_rounded_model_s_also_over_a_weight
     model_dir: Path, changed_dir: Path, tmp_path: Path
 ) -> None:
     old, new = (
-        _changed(model_dir, tmp_path / name, lambda _, d=source: _rounded(_weights(d), 4))
+        copy_with(
+            model_dir, tmp_path / name, lambda ts, d=source: ts.update(_rounded(weights(d), 4))
+        )
         for name, source in (("old", model_dir), ("new", changed_dir))
     )
     async with opened(model_dir, sampling_bits=4) as engine:

@@ -53,26 +53,6 @@ def test_biases_of_all_projections_of_attention_are_counted() -> None:
     assert model_parameters(biased) == model_parameters(plain) + 2 * 1024
 
 
-@pytest.mark.parametrize(
-    ("model", "parameters"),
-    [
-        # The sizes of the published safetensors, in elements.
-        ("deepseek-r1-distill-qwen-7b", 7_615_616_512),
-        ("deepseek-r1-distill-qwen-32b", 32_763_876_352),
-        ("octothinker-3b", 3_212_749_824),
-        ("qwen3-0.6b", 596_049_920),
-        ("qwen3-30b-a3b", 30_532_122_624),
-        # Those of transformers' language models, without vision tower.
-        ("gemma-3-1b-it", 999_885_952),
-        ("gemma-3-4b-it", 3_880_263_168),
-        ("gemma-3-27b-it", 27_009_346_304),
-        ("gpt-oss-20b", 20_914_757_184),
-    ],
-)
-def test_a_whole_model_has_its_published_number_of_parameters(model: str, parameters: int) -> None:
-    assert model_parameters(published(model)) == parameters
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STATE)
 def test_state_takes_the_planned_bytes(case: str, measured: dict[str, Any]) -> None:
