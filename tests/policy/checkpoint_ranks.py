@@ -1,7 +1,7 @@
 """What the ranks of test_policy_checkpoint.py do: train, save, and continue in any layout."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from bapo_megatron.policy.checkpoint_files import find_latest
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined
+from tests.policy.layouts import Case, in_layouts
 from tests.policy.parity_ranks import build, forward_backward, problems_of, snapshot
+from tests.policy.tiny_models import Models
 from tests.tolerances import EPS, HEADROOM
 
 OPTIMIZER = {
@@ -51,20 +53,6 @@ DENSE: Layouts = {
         "overlapped DP2": {},
     },
     4: {"TP2 PP2": {"tensor": 2, **_PIPELINE}, "DP2 CP2": {"context": 2}},
-}
-EXPERTS: Layouts = {
-    1: {"single": {}},
-    2: {
-        "EP2": {"expert": 2},
-        "TP2 ETP2": {"tensor": 2, "sequence": True},
-        "PP2": _PIPELINE,  # its first stage has no experts
-        "CP2 EP2": {"context": 2, "expert": 2},
-    },
-    4: {"TP2 EP2": {"tensor": 2, "sequence": True, "expert": 2}},
-}
-HYBRID: Layouts = {
-    1: {"single": {}},
-    2: {"TP2": {"tensor": 2}, "PP2 VPP2": _INTERLEAVED, "CP2": {"context": 2}},
 }
 SETTINGS = {"overlapped DP2": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
 """Settings of ``MegatronConfig`` of a layout, which saves in the foreground."""
@@ -168,6 +156,27 @@ def run_layouts(
             for source in [layout, *sources.get(layout, [])]:
                 resumed = resume(model, root / source, groups, **options)
                 results[f"{layout} from {source}"] = resumed
+    return results
+
+
+def run_chains(
+    cases: Sequence[Case], models: Models, root: Path, order: Sequence[Case]
+) -> dict[str, Any]:
+    """By case: weights of an uninterrupted run, and of those continued from checkpoints.
+
+    These are its own, and that of the family's case before it in ``order``.
+    """
+    results: dict[str, Any] = {}
+    for case, groups in in_layouts(cases):
+        model = models[case.family]
+        of_family = [str(other) for other in order if other.family == case.family]
+        place = of_family.index(str(case))
+        trained = train_and_save(model, root / str(case), groups, asynchronous=True)
+        sources = [str(case), *of_family[:place][-1:]]
+        results[str(case)] = {
+            "trained": trained["weights"],
+            "resumed": [resume(model, root / source, groups)["weights"] for source in sources],
+        }
     return results
 
 

@@ -93,12 +93,10 @@ LAYOUTS = (
     Layout("one rank, recomputed", 1, {}, _RECOMPUTE),
     Layout("one rank, attention recomputed", 1, {}, {"recompute": "selective"}),
     Layout("EP 2", 2, {"expert": 2}),
-    Layout("EP 2, recomputed", 2, {"expert": 2}, _RECOMPUTE),
     Layout("TP 2", 2, _SEQUENCE),
     Layout("TP 2, ETP 1", 2, _WHOLE, max_file_bytes=20_000),
     Layout("TP 2 × EP 2, ETP 1", 2, {**_WHOLE, "expert": 2}),
     Layout("TP 2 without SP", 2, {"tensor": 2, "expert_tensor": 1}, sequence=False),
-    Layout("PP 2", 2, {"pipeline": 2}),
     Layout("PP 2 × VPP 2", 2, _INTERLEAVED, max_file_bytes=20_000),
     Layout("PP 2, recomputed", 2, {"pipeline": 2}, _RECOMPUTE),
     Layout("CP 2", 2, {"context": 2}),
@@ -106,12 +104,8 @@ LAYOUTS = (
     Layout("DP 2", 2),
     Layout("DP 2, ETP 2", 2, {"expert_tensor": 2}),
     Layout("TP 2 × EP 2, ETP 2", 4, {**_SEQUENCE, "expert": 2}),
-    Layout("TP 2 × EP 2, ETP 1, DP 2", 4, {**_WHOLE, "expert": 2}),
     Layout("TP 2 × EP 4, ETP 1", 4, {**_WHOLE, "expert": 4}),
-    Layout("EP 2 × DP 4, recomputed", 4, {"expert": 2}, _RECOMPUTE),
-    Layout("PP 2 × EP 2", 4, {"pipeline": 2, "expert": 2}),
     Layout("PP 2 × VPP 2 × CP 2 × EP 2", 4, {**_INTERLEAVED, "context": 2, "expert": 2}),
-    Layout("TP 2 × PP 2 × EP 2, ETP 1", 4, {**_WHOLE, "pipeline": 2, "expert": 2}),
 )
 EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 """Those whose experts run in every kind of layout."""
@@ -166,23 +160,23 @@ def batches_of(family: str) -> Batches:
     return LONG if family in RECURRENT else BATCHES
 
 
+def in_layouts(cases: Iterable[Case]) -> Iterator[tuple[Case, ProcessGroups]]:
+    """Each case, in process groups that its layout's other cases share."""
+    for _, of_layout in groupby(cases, key=lambda case: case.layout.name):
+        first = next(of_layout)
+        with joined(**first.layout.sizes) as groups:
+            for case in (first, *of_layout):
+                yield case, groups
+
+
 def built(
-    cases: Sequence[Case], models: Models, adapters: dict[str, LoraConfig] | None = None
+    cases: Iterable[Case], models: Models, adapters: dict[str, LoraConfig] | None = None
 ) -> Iterator[tuple[Case, ProcessGroups, TrainState]]:
     """A training state of each case."""
-    for _, of_layout in groupby(cases, key=lambda case: case.layout.name):
-        layout, _ = (first := next(of_layout))
-        with joined(**layout.sizes) as groups:
-            for case in (first, *of_layout):
-                state = build(
-                    models[case.family],
-                    groups,
-                    megatron=layout.megatron,
-                    lora=adapters[case.family] if adapters else None,
-                    sequence=layout.sequence,
-                    lr=LR,
-                )
-                yield case, groups, state
+    for case, groups in in_layouts(cases):
+        lora = adapters[case.family] if adapters else None
+        options = {"megatron": case.layout.megatron, "sequence": case.layout.sequence}
+        yield case, groups, build(models[case.family], groups, lora=lora, lr=LR, **options)
 
 
 def by_rank(

@@ -30,7 +30,6 @@ from tests.tolerances import assert_within, sum_bound
 
 pytestmark = pytest.mark.distributed
 
-# All layouts are in ``bench_experts``.
 CASES = [
     *cases_of(FAMILIES, "one rank, recomputed", "TP 2, ETP 1", "PP 2 × VPP 2", "CP 2", "DP 2"),
     *cases_of(WITH_EXPERTS, "EP 2", "TP 2 × EP 2, ETP 1"),

@@ -1,8 +1,5 @@
 """Runs that are continued from checkpoints equal uninterrupted ones, in any layout."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,93 +10,43 @@ import torch
 from tests.distributed_launch import run_ranks
 from tests.policy import checkpoint_ranks as ranks
 from tests.policy.convert_models import assert_same
-from tests.policy.tiny_models import make_model
+from tests.policy.families import FAMILIES
+from tests.policy.layouts import Case, by_rank, cases_of, chosen, in_every_case
+from tests.policy.tiny_models import Models
 from tests.tolerances import assert_within
 
 pytestmark = pytest.mark.distributed
 
 Results = dict[str, list[Any]]
 """Results by name, one entry per rank."""
-
-
-@dataclass(frozen=True)
-class Saves:
-    """A model that is saved and continued in every layout."""
-
-    family: str
-    layouts: ranks.Layouts
-    sources: dict[str, list[str]]
-    """Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
-    layers: int = 4
-    own_tolerance: float = 1e-6
-    """Of weights that continue in the layout that saved them."""
-
-    @property
-    def names(self) -> list[str]:
-        """Of layouts."""
-        return [name for layouts in self.layouts.values() for name in layouts]
-
-    @property
-    def crossed(self) -> list[str]:
-        return [f"{name} from {source}" for name in self.sources for source in self.sources[name]]
-
-    def comparisons(self) -> Iterator[tuple[str, str, float]]:
-        """A run, the one that it equals, and how far it may be off."""
-        for name in self.names:
-            yield f"{name} from {name}", name, self.own_tolerance
-            if name != "single":
-                yield name, "single", ranks.TOLERANCE
-        for name in self.crossed:
-            yield name, name.split(" from ")[0], ranks.TOLERANCE
-
-
-SAVES = {
-    "dense": Saves(
-        "qwen3",
-        ranks.DENSE,
-        {
-            "single": ["TP2", "CP2"],
-            "TP2": ["single"],
-            "DP2": ["TP2"],
-            "PP2": ["TP2"],
-            "PP2 VPP2": ["PP2", "DP2"],
-            "CP2": ["PP2 VPP2"],
-            "TP2 PP2": ["PP2 VPP2"],
-            "DP2 CP2": ["TP2 PP2"],
-            "overlapped DP2": ["TP2"],
-        },
-    ),
-    # A dense layer, experts, shared experts, and a buffer beside the parameters.
-    "experts": Saves(
-        "glm4_moe",
-        ranks.EXPERTS,
-        {
-            "single": ["TP2 EP2"],
-            "EP2": ["single"],
-            "TP2 ETP2": ["EP2"],
-            "PP2": ["single"],
-            "CP2 EP2": ["PP2"],
-            "TP2 EP2": ["CP2 EP2"],
-        },
-        layers=2,
-        own_tolerance=0.0,
-    ),
-    "hybrid": Saves(
-        "qwen3_5_text",
-        ranks.HYBRID,
-        {"single": [], "TP2": ["single"], "PP2 VPP2": ["TP2"], "CP2": ["PP2 VPP2"]},
-    ),
+OWN_TOLERANCE = 1e-6
+"""Of weights that continue in the layout that saved them."""
+SOURCES = {
+    "single": ["TP2", "CP2"],
+    "TP2": ["single"],
+    "DP2": ["TP2"],
+    "PP2": ["TP2"],
+    "PP2 VPP2": ["PP2", "DP2"],
+    "CP2": ["PP2 VPP2"],
+    "TP2 PP2": ["PP2 VPP2"],
+    "DP2 CP2": ["TP2 PP2"],
+    "overlapped DP2": ["TP2"],
 }
-MARKS = {"experts": pytest.mark.exhaustive, "hybrid": pytest.mark.exhaustive}
-KINDS = [pytest.param(name, marks=MARKS.get(name, ()), id=name) for name in SAVES]
+"""Whose checkpoints each layout continues from, beside its own; "single" at the very end."""
+LAYOUTS = [name for layouts in ranks.DENSE.values() for name in layouts]
+CROSSED = [f"{name} from {source}" for name in SOURCES for source in SOURCES[name]]
 COMPARED = [
-    pytest.param(
-        kind, *compared, marks=MARKS.get(kind, ()), id=f"{kind}: {' is '.join(compared[:2])}"
-    )
-    for kind, saves in SAVES.items()
-    for compared in saves.comparisons()
+    *((f"{name} from {name}", name, OWN_TOLERANCE) for name in LAYOUTS),
+    *((name, "single", ranks.TOLERANCE) for name in LAYOUTS[1:]),
+    *((name, name.split(" from ")[0], ranks.TOLERANCE) for name in CROSSED),
 ]
-LAYOUTS, CROSSED = SAVES["dense"].names, SAVES["dense"].crossed
+"""A run, the one that it equals, and how far it may be off."""
+OF_EXPERTS = ("EP 2", "CP 2 × EP 2", "TP 2 × EP 2, ETP 2")
+CHAINED = [
+    *cases_of(FAMILIES, "one rank", "TP 2, ETP 1", "PP 2 × VPP 2"),
+    *cases_of(("glm4_moe",), *OF_EXPERTS),
+    *cases_of(("qwen3_5_text",), "CP 2"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,53 +55,56 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> Callable[[str], Results]:
-    """Results of each kind of model; a job finds what those before it have saved."""
-
-    @cache
-    def run(kind: str) -> Results:
-        saves, results = SAVES[kind], {}
-        model = make_model(saves.family, root / kind / "model", num_hidden_layers=saves.layers)
-        for num_ranks, layouts in saves.layouts.items():
-            sources = saves.sources | ({"single": []} if num_ranks == 1 else {})
-            job = run_ranks(ranks.run_layouts, num_ranks, model, root / kind, layouts, sources)
-            results |= {name: [rank[name] for rank in job] for name in job[0]}
-        (last,) = run_ranks(ranks.last_rank, 1, model, root / kind, saves.sources["single"])
-        return results | {name: [result] for name, result in last.items()}
-
-    return run
+def results(root: Path, deep_models: Models) -> Results:
+    """A job finds what those before it have saved."""
+    model, results = deep_models["qwen3"], {}
+    for num_ranks, layouts in ranks.DENSE.items():
+        sources = SOURCES | ({"single": []} if num_ranks == 1 else {})
+        job = run_ranks(ranks.run_layouts, num_ranks, model, root, layouts, sources)
+        results |= {name: [rank[name] for rank in job] for name in job[0]}
+    (last,) = run_ranks(ranks.last_rank, 1, model, root, SOURCES["single"])
+    return results | {name: [result] for name, result in last.items()}
 
 
 @pytest.fixture(scope="module")
-def results(runs: Callable[[str], Results]) -> Results:
-    return runs("dense")
-
-
-@pytest.fixture(scope="module")
-def single(root: Path, results: Results) -> dict[str, Any]:
+def single(root: Path, results: Results, deep_models: Models) -> dict[str, Any]:
     assert results
-    model = root / "dense" / "model"
-    return run_ranks(ranks.single_rank, 1, model, root / "dense")[0]
+    return run_ranks(ranks.single_rank, 1, deep_models["qwen3"], root)[0]
 
 
-@pytest.mark.parametrize(("kind", "run", "expected", "tolerance"), COMPARED)
-def test_updates_equal_those_of_an_uninterrupted_run_whatever_the_layout_and_the_optimizer(
-    runs: Callable[[str], Results], kind: str, run: str, expected: str, tolerance: float
-) -> None:
-    compared = [runs(kind)[name][0]["weights"] for name in (run, expected)]
-    pairs = list(zip(*compared, strict=True))
-    assert len(pairs) == ranks.NUM_UPDATES
-    for after, reference in pairs:
+@pytest.fixture(scope="module")
+def chains(
+    request: pytest.FixtureRequest, deep_models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    cases, root = chosen(request), tmp_path_factory.mktemp("chains")
+    return by_rank(ranks.run_chains, cases, deep_models, root, cases)
+
+
+def assert_equal_runs(run: list[Any], expected: list[Any], tolerance: float) -> None:
+    """The weights after every update are equal."""
+    assert len(run) == len(expected) == ranks.NUM_UPDATES
+    for after, reference in zip(run, expected, strict=True):
         assert after.keys() == reference.keys()
         for name, weight in reference.items():
             assert_within((after[name] - weight).abs().max(), tolerance, name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_updates_move_all_weights_but_buffers_far_beyond_the_tolerances(
-    runs: Callable[[str], Results], kind: str
+@pytest.mark.parametrize(("run", "expected", "tolerance"), COMPARED)
+def test_updates_equal_those_of_an_uninterrupted_run_whatever_the_layout_and_the_optimizer(
+    results: Results, run: str, expected: str, tolerance: float
 ) -> None:
-    for before, after in pairwise(runs(kind)["single"][0]["weights"]):
+    assert_equal_runs(*(results[name][0]["weights"] for name in (run, expected)), tolerance)
+
+
+@in_every_case(CHAINED)
+def test_every_family_continues_from_its_checkpoint_and_from_that_of_another_layout(
+    chains: Results, case: Case
+) -> None:
+    trained, (own, *others) = (chains[str(case)][0][name] for name in ("trained", "resumed"))
+    assert_equal_runs(own, trained, OWN_TOLERANCE)
+    for other in others:
+        assert_equal_runs(other, trained, ranks.TOLERANCE)
+    for before, after in pairwise(trained):
         moves = {name: float((weight - before[name]).abs().max()) for name, weight in after.items()}
         still = [name for name, move in moves.items() if move < 3e-4]
         assert all(name.endswith("e_score_correction_bias") for name in still)
