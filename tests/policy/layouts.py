@@ -39,6 +39,7 @@ from tests.policy.parity_ranks import (
 from tests.policy.tiny_models import (
     SEQUENCES,
     Batches,
+    Lazy,
     Models,
     Problem,
     make_problems,
@@ -182,14 +183,16 @@ def built(
 def by_rank(
     run: Callable[..., dict[str, Any]], cases: Sequence[Case], models: Models, *args: Any
 ) -> Results:
-    """What ``run`` returns of cases, of each rank."""
-    results: Results = {}
-    made = {case.family: models[case.family] for case in cases}
-    for ranks in sorted({case.layout.ranks for case in cases}):
-        fitting = [case for case in cases if case.layout.ranks == ranks]
-        of_ranks = run_ranks(run, ranks, fitting, made, *args, timeout_s=600)
-        results |= {name: [result[name] for result in of_ranks] for name in of_ranks[0]}
-    return results
+    """What ``run`` returns of cases, of each rank; a layout's ranks start at its first result."""
+
+    def of_layout(name: str) -> Results:
+        fitting = [case for case in cases if case.layout.name == name]
+        made = {case.family: models[case.family] for case in fitting}
+        of_ranks = run_ranks(run, fitting[0].layout.ranks, fitting, made, *args, timeout_s=600)
+        return {case: [result[case] for result in of_ranks] for case in of_ranks[0]}
+
+    jobs = Lazy(of_layout)
+    return Lazy(lambda case: jobs[case.rpartition(", ")[0]][case])
 
 
 def run_cases(

@@ -225,11 +225,11 @@ def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_expo
 
 
 @pytest.mark.distributed
-@pytest.mark.usefixtures("loaded")
 @in_every_case(cases_of(("qwen3",), "one rank"))
 def test_layers_that_are_stored_one_by_one_are_read(
-    deep_models: Models, saved: Path, tmp_path: Path, case: Case
+    deep_models: Models, loaded: Results, saved: Path, tmp_path: Path, case: Case
 ) -> None:
+    assert loaded[str(case)]
     model = deep_models[case.family]
     run_convert(saved / "layer by layer", tmp_path / "hf", hf_dir=model)
     original = weights(model)

@@ -16,6 +16,7 @@ from tests.tolerances import HEADROOM, assert_within
 
 LENGTHS = [[1], [64], [65], [300], [2, 1, 1], [1, 63, 64, 65, 300, 2, 128, 129], [129, 300]]
 HEADS, KEY, VALUE = 3, 8, 12
+Rule = Callable[[list[Tensor]], Tensor]
 
 
 def ends(lengths: list[int]) -> Tensor:
@@ -36,9 +37,7 @@ def recurrence(inputs: list[Tensor], lengths: list[int]) -> Tensor:
     return torch.stack(outputs)[None]
 
 
-def run(
-    rule: Callable[[list[Tensor]], Tensor], inputs: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
+def run(rule: Rule, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients."""
     leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in inputs]
     output = rule(leaves)
@@ -50,6 +49,18 @@ def relative_errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]
     pairs = zip(actual, expected, strict=True)
     # The decay of a sequence's first token has gradient 0.
     return [float((x - exact).norm() / exact.norm().clamp(min=1e-30)) for x, exact in pairs]
+
+
+def check_twin(twin: Rule, recurrence: Rule, inputs: list[Tensor], dtype: torch.dtype) -> None:
+    """Outputs and gradients of both are equal, up to errors of the recurrence in ``dtype``."""
+    expected, actual = run(recurrence, inputs, torch.float64), run(twin, inputs, dtype)
+    assert len(actual) == 1 + len(inputs)
+    bound = 1e-12
+    if dtype is torch.float32:
+        bound = HEADROOM * max(relative_errors(run(recurrence, inputs, dtype), expected))
+    for error in relative_errors(actual, expected):
+        assert_within(error, bound)
+    assert all(tensor.dtype is dtype for tensor in actual)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -78,17 +89,7 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(
             use_qk_l2norm_in_kernel=False,
         )[0]
 
-    expected = run(lambda tensors: recurrence(tensors, lengths), inputs, torch.float64)
-    actual = run(twin, inputs, dtype)
-    assert len(actual) == 6
-    bound = HEADROOM * max(
-        relative_errors(run(lambda tensors: recurrence(tensors, lengths), inputs, dtype), expected)
-    )
-    if dtype is torch.float64:
-        bound = 1e-12
-    for error in relative_errors(actual, expected):
-        assert_within(error, bound)
-    assert all(tensor.dtype is dtype for tensor in actual)
+    check_twin(twin, lambda tensors: recurrence(tensors, lengths), inputs, dtype)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

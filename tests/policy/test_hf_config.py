@@ -18,6 +18,7 @@ from bapo_megatron.config.check import text_fields
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
+from bapo_megatron.engine.local.kind import LocalKind
 from bapo_megatron.policy.adapters import check_targets, targets_of
 from bapo_megatron.policy.architecture import (
     Experts,
@@ -32,7 +33,8 @@ from bapo_megatron.policy.megatron_setup import _scale_frequencies
 from bapo_megatron.policy.mixers.attention import Attention
 from bapo_megatron.policy.mixers.latent import LatentAttention
 from bapo_megatron.policy.weight_table import sequence_flops
-from tests.policy.tiny_models import model_class
+from tests.policy.families import MODEL_TYPES, TINY
+from tests.policy.tiny_models import VISION, model_class
 from tests.tools.planning.cases import MODELS, published
 
 QWEN25 = {
@@ -99,6 +101,12 @@ def test_qwen25_is_read_with_its_biases(tmp_path: Path) -> None:
         qkv_bias=True,
         qk_norm=False,
     )
+
+
+def test_every_family_has_tiny_models_that_its_tests_see() -> None:
+    tiny = {MODEL_TYPES.get(name, name) for name in TINY} | VISION.keys()
+    # transformers does not know kimi_k2, a DeepSeek-V3.
+    assert tiny == FAMILIES.keys() - {"kimi_k2"} == {*LocalKind.model_types}
 
 
 def test_every_field_of_transformers_own_configurations_is_known_here() -> None:

@@ -49,8 +49,8 @@ in_every_layout = in_every_case(
         *cases_of(DIVIDED, "TP 2, ETP 1"),
         *cases_of(WITH_EXPERTS, "EP 2"),
         *cases_of(("llama", "deepseek_v3", "qwen3_5_text"), "CP 2"),
-        *cases_of(("qwen2", "deepseek_v3"), "TP 2", "TP 2 without SP"),
-        *cases_of(("deepseek_v3",), "DP 2, ETP 2"),
+        *cases_of(("qwen2",), "TP 2 without SP"),
+        *cases_of(("deepseek_v3",), "TP 2", "DP 2, ETP 2"),
     ]
 )
 

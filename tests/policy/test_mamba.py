@@ -16,8 +16,7 @@ from torch import Tensor
 from bapo_megatron.policy.mixers.base import Share
 from bapo_megatron.policy.mixers.mamba import Mamba
 from bapo_megatron.policy.mixers.mamba_scan import GroupedRMSNorm, mamba_split_conv1d_scan_combined
-from tests.policy.test_delta_net import ends, relative_errors, run
-from tests.tolerances import HEADROOM, assert_within
+from tests.policy.test_delta_net import check_twin, ends
 
 LENGTHS = [[1], [64], [65], [2, 1, 1], [1, 63, 64, 65, 300, 2, 128, 129]]
 HEADS, GROUPS, KEY, VALUE, WIDTH = 6, 2, 8, 5, 4
@@ -85,17 +84,12 @@ def twin(inputs: list[Tensor], lengths: list[int]) -> Tensor:
 def test_outputs_and_gradients_are_those_of_the_recurrence(
     lengths: list[int], slowness: float, dtype: torch.dtype
 ) -> None:
-    inputs = draw(lengths, slowness)
-    expected = run(lambda tensors: recurrence(tensors, lengths), inputs, torch.float64)
-    actual = run(lambda tensors: twin(tensors, lengths), inputs, dtype)
-    assert len(actual) == 7
-    bound = 1e-12
-    if dtype is torch.float32:
-        loop = run(lambda tensors: recurrence(tensors, lengths), inputs, dtype)
-        bound = HEADROOM * max(relative_errors(loop, expected))
-    for error in relative_errors(actual, expected):
-        assert_within(error, bound)
-    assert all(tensor.dtype is dtype for tensor in actual)
+    check_twin(
+        lambda tensors: twin(tensors, lengths),
+        lambda tensors: recurrence(tensors, lengths),
+        draw(lengths, slowness),
+        dtype,
+    )
 
 
 def kept_bytes(dtype: torch.dtype, num_tokens: int) -> int:

@@ -77,7 +77,8 @@ def chains(
     request: pytest.FixtureRequest, deep_models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
     cases, root = chosen(request), tmp_path_factory.mktemp("chains")
-    return by_rank(ranks.run_chains, cases, deep_models, root, cases)
+    results = by_rank(ranks.run_chains, cases, deep_models, root, cases)
+    return {str(case): results[str(case)] for case in cases}
 
 
 def assert_equal_runs(run: list[Any], expected: list[Any], tolerance: float) -> None:

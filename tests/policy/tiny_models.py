@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,10 @@ def make_model(family: str, directory: Path, **changes: Any) -> Path:
     torch.manual_seed([*TINY].index(family))
     model = model_class(family)(_config(family, changes)).float()
     _randomize(model)
+    return _save(model, directory)
+
+
+def _save(model: Any, directory: Path) -> Path:
     model.save_pretrained(directory)
     (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
     return directory
@@ -65,46 +69,32 @@ def _randomize(model: Any) -> None:
                 parameter.sub_(3.0)  # or states would forget within few tokens
 
 
-@dataclass(frozen=True)
-class Vision:
-    """A vision tower beside the layers of a tiny model, and what its files have further."""
-
-    text: str
-    fields: dict[str, Any]
-    others: dict[str, Any] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-
-
-VISION = {
-    "qwen3_5": Vision(
-        "qwen3_5_text",
-        {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
-        extra=("mtp.fc.weight",),  # of a head for multi-token prediction
-    ),
-    "gemma3": Vision(
+_QWEN_TOWER = {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _QWEN_TOWER),
+    "qwen3_5_moe": ("qwen3_5_moe_text", _QWEN_TOWER),
+    "gemma3": (
         "gemma3_text",
         {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8},
-        {"mm_tokens_per_image": 4},
     ),
 }
+"""The tiny language model beside a vision tower, and fields of the tower."""
 
 
 def make_vision_model(family: str, directory: Path, **changes: Any) -> Path:
-    """As published, which for Gemma are the names of older transformers."""
-    vision, kind = VISION[family], model_class(family)
+    """As published, for Qwen with a tensor of a head for multi-token prediction."""
+    (text, tower), kind = VISION[family], model_class(family)
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": 512} | changes
-    tower = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4} | vision.fields
+    tower = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4} | tower
+    others = {"mm_tokens_per_image": 4} if family == "gemma3" else {}
     torch.manual_seed(0)
-    config = kind.config_class(
-        text_config=_config(vision.text, sizes), vision_config=tower, **vision.others
-    )
-    model = kind(config).float()
+    text_config = _config(text, sizes)
+    model = kind(kind.config_class(text_config=text_config, vision_config=tower, **others)).float()
     _randomize(model)
-    model.save_pretrained(directory)
-    file = directory / "model.safetensors"
-    extra = {name: torch.randn(32, 64) for name in vision.extra}
-    save_file({**load_file(file), **extra}, file, {"format": "pt"})
-    (directory / "tokenizer_config.json").write_text('{"model_max_length": 64}')
+    _save(model, directory)
+    if family != "gemma3":
+        file = directory / "model.safetensors"
+        save_file({**load_file(file), "mtp.fc.weight": torch.randn(32, 64)}, file, {"format": "pt"})
     return directory
 
 
