@@ -9,6 +9,14 @@ from typing import Any
 import pytest
 
 VOCAB_SIZE = 97  # prime, so that padding is needed for every tensor-parallel size
+
+
+def _rope(kind: str, theta: float, **fields: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **fields}
+
+
+_YARN = _rope("yarn", 100.0, factor=4.0, original_max_position_embeddings=8)
+_LLAMA3 = _rope("llama3", 10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -30,13 +38,6 @@ _SHARED_EXPERTS = _EXPERTS | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
-_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 _MISTRAL = {"tie_word_embeddings": False, "sliding_window": None, "rope_parameters": _YARN}
 _DEEPSEEK = {
     **_SHARED_EXPERTS,
@@ -77,14 +78,7 @@ TINY: dict[str, dict[str, Any]] = {
     "llama": {
         "tie_word_embeddings": True,
         "attention_bias": True,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        "rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 16},
     },
     "mistral": _MISTRAL,
     "qwen3_moe": _EXPERTS | {"head_dim": 16, "num_experts": 8},
@@ -106,8 +100,8 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "sliding_window_pattern": 2,
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+            "sliding_attention": _rope("default", 100.0),
+            "full_attention": _rope("linear", 10000.0, factor=4.0),
         },
     },
     "olmo2": {"pad_token_id": None, "eos_token_id": None},  # of its own vocabulary
@@ -148,18 +142,14 @@ TINY: dict[str, dict[str, Any]] = {
     },
     # No latent of queries, no groups, no YaRN.
     "moonlight": _DEEPSEEK
-    | {
-        "q_lora_rank": None,
-        "n_group": 1,
-        "n_shared_experts": 2,
-        "rope_parameters": _DEFAULT_ROPE,
-    },
+    | {"q_lora_rank": None, "n_group": 1, "n_shared_experts": 2}
+    | {"rope_parameters": _rope("default", 50000.0)},
     "mistral_window": _MISTRAL | {"sliding_window": 4},
     "glm4_moe_lite": _DEEPSEEK
     | {
         "n_group": 1,
         "rms_norm_eps": 1e-6,  # which transformers fixes for the norms of latents
-        "rope_parameters": _DEFAULT_ROPE,
+        "rope_parameters": _rope("default", 50000.0),
     },
     "qwen3_5_moe_text": _HYBRID_EXPERTS | {"intermediate_size": "absent"},
 }

@@ -19,13 +19,7 @@ from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import MAX_FILE_BYTES
 from bapo_megatron.runtime.distributed import ProcessGroups
 from tests.distributed_launch import joined, run_ranks
-from tests.policy.families import (
-    RECURRENT,
-    VOCAB_SIZE,
-    WITH_EXPERTS,
-    WITH_WINDOWS,
-    marks,
-)
+from tests.policy.families import RECURRENT, VOCAB_SIZE, WITH_EXPERTS, WITH_WINDOWS, marks
 from tests.policy.oracle import Oracle
 from tests.policy.parity_ranks import (
     build,
@@ -36,14 +30,7 @@ from tests.policy.parity_ranks import (
     problems_of,
     snapshot,
 )
-from tests.policy.tiny_models import (
-    SEQUENCES,
-    Batches,
-    Lazy,
-    Models,
-    Problem,
-    make_problems,
-)
+from tests.policy.tiny_models import SEQUENCES, Batches, Lazy, Models, Problem, make_problems
 from tests.tolerances import assert_within
 
 Results = dict[str, list[dict[str, Any]]]

@@ -10,12 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bapo_megatron.config.megatron import (
-    LoraConfig,
-    MegatronConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
+from bapo_megatron.config.megatron import LoraConfig, MegatronConfig, ModelConfig, OptimizerConfig
 from bapo_megatron.policy.adapters import adapter_table
 from bapo_megatron.policy.hf_weights import local_weights
 from bapo_megatron.policy.train_state import TrainState
@@ -30,12 +25,7 @@ from bapo_megatron.runtime.distributed import (
 from tests.distributed_launch import joined
 from tests.policy.build import build_state, layout_of
 from tests.policy.families import VOCAB_SIZE
-from tests.policy.tiny_models import (
-    SEQUENCES,
-    Batches,
-    Problem,
-    make_problems,
-)
+from tests.policy.tiny_models import SEQUENCES, Batches, Problem, make_problems
 
 
 def build(

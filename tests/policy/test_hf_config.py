@@ -20,12 +20,7 @@ from bapo_megatron.config.megatron import LoraConfig, ParallelConfig
 from bapo_megatron.data.packing import SequenceFlops
 from bapo_megatron.engine.local.kind import LocalKind
 from bapo_megatron.policy.adapters import check_targets, targets_of
-from bapo_megatron.policy.architecture import (
-    Experts,
-    HfConfig,
-    Llama3Rope,
-    YarnRope,
-)
+from bapo_megatron.policy.architecture import Experts, HfConfig, Llama3Rope, YarnRope
 from bapo_megatron.policy.families import FAMILIES
 from bapo_megatron.policy.families.config_json import HARMLESS_FIELDS
 from bapo_megatron.policy.hf_config import check_division, read_hf_config_file

@@ -9,7 +9,7 @@ import transformers
 
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.tools.planning.memory import model_parameters
-from tests.policy.families import FAMILIES
+from tests.policy.families import params
 from tests.policy.tiny_models import Models
 from tests.tools.planning.cases import MODELS
 
@@ -27,11 +27,12 @@ def assert_counted(config_json: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", sorted(path.stem for path in MODELS.glob("*.json")))
 def test_of_a_published_model(name: str) -> None:
     assert_counted(MODELS / f"{name}.json")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", params())
 def test_of_the_tiny_model_of_a_family(models: Models, family: str) -> None:
     assert_counted(models[family] / "config.json")
