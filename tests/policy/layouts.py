@@ -297,10 +297,7 @@ def run_accumulated(cases: Sequence[Case], models: Models) -> dict[str, Any]:
         for case, groups, state in built(cases, models):
             product.reset_mock()
             forward_backward(state, problems_of(groups))
-            results[str(case)] = {
-                "gradients": hf_gradients(state),
-                "products": product.call_count,
-            }
+            results[str(case)] = {"gradients": hf_gradients(state), "products": product.call_count}
     return results
 
 

@@ -174,10 +174,7 @@ def write_random(model: Path, config: LoraConfig, to: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "targets"),
     [
-        *(
-            pytest.param(family, PEFT_TARGETS.get(family, ()), marks=marks(family))
-            for family in FAMILIES
-        ),
+        *(pytest.param(name, PEFT_TARGETS.get(name, ()), marks=marks(name)) for name in FAMILIES),
         *(
             pytest.param(family, targets, marks=pytest.mark.exhaustive)
             for family in ("llama", "glm4_moe", "qwen3_next", "minimax_m2")

@@ -41,10 +41,9 @@ COMPARED = [
     *((name, name.split(" from ")[0], ranks.TOLERANCE) for name in CROSSED),
 ]
 """A run, the one that it equals, and how far it may be off."""
-OF_EXPERTS = ("EP 2", "CP 2 × EP 2", "TP 2 × EP 2, ETP 2")
 CHAINED = [
     *cases_of(FAMILIES, "one rank", "TP 2, ETP 1", "PP 2 × VPP 2"),
-    *cases_of(("glm4_moe",), *OF_EXPERTS),
+    *cases_of(("glm4_moe",), "EP 2", "CP 2 × EP 2", "TP 2 × EP 2, ETP 2"),
     *cases_of(("qwen3_5_text",), "CP 2"),
 ]
 

@@ -16,18 +16,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive]
 
 
 @pytest.fixture(params=VISION)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def model(family: str, tmp_path: Path) -> Path:
-    return make_vision_model(family, tmp_path / "model")
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_vision_model(request.param, tmp_path / request.param)
 
 
 def test_the_language_model_trains_and_the_rest_is_exported_as_it_was(
-    family: str, model: Path, tmp_path: Path
+    model: Path, tmp_path: Path
 ) -> None:
+    family = model.name
     case = Case(cases_of(("qwen3",), "one rank")[0].layout, family)
     (result,) = by_rank(run_cases, [case], {family: model}, tmp_path / "trained")[str(case)]
     oracle, prefix = Oracle.of(family, model), "model.language_model."
