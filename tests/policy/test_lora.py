@@ -155,13 +155,21 @@ def test_gradients_and_their_norm_are_those_of_the_formula(
         gradients.check_norm(result["step"].grad_norm)
 
 
+NUM_KINDS = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v3", "moonlight"), 3)
+NUM_KINDS |= {"gpt_oss": 1, "qwen3_5_text": 3, "qwen3_next": 4, "qwen3_5_moe_text": 4}
+NUM_KINDS["nemotron_h"] = 4
+"""Kinds of layers with adapters: attention, recurrence, MLP, experts; mostly two."""
+
+
 def expected_metrics(model: Path, adapter: Path) -> dict[str, float]:
     """The norms of A, B and α/r · B A over that of W, by kind of layer, from whole matrices."""
     squares: dict[str, Tensor] = {}
     base = weights(model)
     for name, (a, b) in adapter_pairs(adapter).items():
-        mlp = "experts" if ".mlp.experts." in name else "mlp" if ".mlp." in name else ""
-        kind = mlp or ("recurrence" if ".linear_attn." in name else "attention")
+        linear = name.split(".")[-2]
+        mixer = "recurrence" if linear.startswith(("in_proj", "out_proj")) else "attention"
+        is_mlp = linear in ("gate_proj", "up_proj", "down_proj")
+        kind = "experts" if ".experts." in name else "mlp" if is_mlp else mixer
         a, b, w = (tensor.double() for tensor in (a, b, base[name]))
         norms = torch.stack([part.square().sum() for part in (a, b, SCALE * b @ a, w)])
         squares[kind] = squares.get(kind, torch.zeros(())) + norms
@@ -178,17 +186,11 @@ def expected_metrics(model: Path, adapter: Path) -> dict[str, float]:
 
 @in_every_layout
 def test_metrics_are_the_norms_of_whole_matrices_on_every_rank(
-    results: Results,
-    deep_models: Models,
-    adapters: dict[str, Path],
-    layout: Any,
-    family: str,
+    results: Results, deep_models: Models, adapters: dict[str, Path], case: Case
 ) -> None:
-    expected = expected_metrics(deep_models[family], adapters[family])
-    assert len(expected) == 3 * {"deepseek_v3": 3, "qwen3_5_text": 3, "qwen3_next": 4}.get(
-        family, 2
-    )
-    for result in results[f"{layout.name}, {family}"]:
+    expected = expected_metrics(deep_models[case.family], adapters[case.family])
+    assert len(expected) == 3 * NUM_KINDS.get(case.family, 2)
+    for result in results[str(case)]:
         assert result["metrics"] == pytest.approx(expected, rel=1e-12)  # float64
 
 
