@@ -44,8 +44,7 @@ def test_the_language_model_trains_and_the_rest_is_exported_as_it_was(
     kept = before.keys() - after.keys()
     assert kept == {name for name in before if not name.startswith((in_files, "lm_head."))}
     assert len(kept) > 10
-    name = next(name for name in after if name.endswith("self_attn.q_proj.weight"))
-    assert not torch.equal(after[name], before[name])
+    assert not any(torch.equal(after[n], before[n]) for n in after if n.endswith("q_proj.weight"))
     reloaded = load_reference(family, tmp_path / "export")
     assert type(reloaded) is type(oracle.float32)
 
