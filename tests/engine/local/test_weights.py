@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from bapo_megatron.engine.base import BucketLayout, SamplingSettings
 from bapo_megatron.engine.collective import WeightGroup
@@ -143,18 +143,7 @@ async def test_weights_have_the_names_of_their_family(tmp_path: Path, family: st
         _assert_of(directory, completion)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "qwen2",
-        "qwen3_moe",
-        *(
-            pytest.param(family, marks=pytest.mark.exhaustive)
-            for family in ("gemma3_text", "gpt_oss", "deepseek_v3", "minimax_m2", "nemotron_h")
-        ),
-        pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("family", params())
 async def test_adapters_compute_what_merged_weights_do_and_replace_each_other(
     tmp_path: Path, family: str
 ) -> None:
