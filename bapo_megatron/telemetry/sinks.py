@@ -35,6 +35,13 @@ _COLUMNS = (
     ("tok/s", ("throughput/generated_tokens_per_s",), "{:.0f}"),
 )
 """Heading, metrics and format of each column, which shows the sum of its metrics."""
+_OF_DEMONSTRATIONS = (
+    ("epoch", ("demonstrations/epoch",), "{:.2f}"),
+    ("loss", ("loss/policy",), "{:.4f}"),
+    *(column for column in _COLUMNS if column[0] in ("entropy", "grad")),
+    ("tok/s", ("throughput/trained_tokens_per_s",), "{:.0f}"),
+)
+"""Columns of a run without responses of its own."""
 _EVALUATION_TIME = "time/evaluation_s"
 """Excluded from a step's time, so that steps with and without an evaluation compare."""
 
@@ -121,8 +128,9 @@ class MetricsSinks:
     def _show(self, metrics: StepMetrics) -> None:
         """Print one row of the table, with headings every 20 rows."""
         values = metrics.values
+        columns = _COLUMNS if "reward/mean" in values else _OF_DEMONSTRATIONS
         cells = [f"{metrics.step:>4}/{self._total_steps}"]
-        for _, names, form in _COLUMNS:
+        for _, names, form in columns:
             parts = [values[name] for name in names if name in values]
             cells.append(f"{form.format(sum(parts)) if parts else '-':>7}")
         step_s = sum(
@@ -131,7 +139,7 @@ class MetricsSinks:
         cells.append(f"{step_s:6.{2 if step_s < 10 else 1}f} s")  # a replay takes milliseconds
         if self._num_lines % 20 == 0:
             blank = " " * (len(cells[0]) - 4)
-            heads = "  ".join(f"{heading:>7}" for heading, _, _ in _COLUMNS)
+            heads = "  ".join(f"{heading:>7}" for heading, _, _ in columns)
             show(f"step{blank}  {heads}      time", style="bold")
         show("  ".join(cells))
         self._num_lines += 1

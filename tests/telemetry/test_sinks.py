@@ -108,13 +108,23 @@ def test_a_row_shows_all_clipped_tokens_and_no_time_of_evaluations(
 ) -> None:
     clipped = {"clip/fraction_high": 0.125, "clip/fraction_low": 0.25, "clip/fraction_dual": 0.0}
     seconds = {"time/rollout_s": 1.5, "time/training_s": 2.0, "time/evaluation_s": 60.0}
-    fast = {"time/evaluation_s": 60.0, "time/training_s": 0.04}
-    write(tmp_path, (1, clipped | seconds), (2, fast), console=True)
+    fast = {"reward/mean": 0.5, "time/evaluation_s": 60.0, "time/training_s": 0.04}
+    write(tmp_path, (1, {"reward/mean": 0.5} | clipped | seconds), (2, fast), console=True)
     names, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
     assert first[names.index("clipped")] == "0.375"
     assert first[-2:] == ["3.50", "s"]
     assert second[names.index("clipped")] == "-"
     assert second[-2:] == ["0.04", "s"]
+
+
+def test_a_row_of_demonstrations_shows_their_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"demonstrations/epoch": 0.5, "loss/policy": 1.25, "policy/grad_norm": 2.0}
+    write(tmp_path, (1, values), console=True)
+    names, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert names == ["step", "epoch", "loss", "entropy", "grad", "tok/s", "time"]
+    assert row == ["1/4", "0.50", "1.2500", "-", "2.000", "-", "0.00", "s"]
 
 
 def test_without_a_terminal_progress_does_not_stand_between_the_rows(

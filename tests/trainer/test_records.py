@@ -172,6 +172,7 @@ def test_every_curve_of_the_figure_is_a_metric_of_a_step() -> None:
     values = batch_metrics(batch, {}) | updates
     drawn = {name for panel in PANELS for name in panel.metrics.values()}
     elsewhere = ("engines/", "throughput/", "weight_sync/", "mismatch/", "kl/", "centering/")
+    elsewhere += ("lora/", "loss/demonstrations")
     assert {name for name in drawn if not name.startswith(elsewhere)} <= values.keys()
     assert {"rollout/stale_token_share", "rollout/age_max"} <= drawn
     assert values["router/replayed_share"] == 0.75

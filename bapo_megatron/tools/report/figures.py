@@ -34,7 +34,9 @@ class Panel:
     metrics: Mapping[str, str] = field(default_factory=dict)
     """Metric of each curve, by its label."""
     by_set: tuple[str, str] | None = None
-    """Beginning and end of metrics with one curve per data set; drawn for at least two sets."""
+    """Beginning and end of metrics with one curve per data set."""
+    min_sets: int = 2
+    """Data sets from which on these curves are drawn."""
     scores: bool = False
     """Whether held-out accuracies are drawn in it, with their intervals."""
     log: bool = False
@@ -56,6 +58,7 @@ PANELS = (
         from_zero=True,
     ),
     Panel("Reward by data set", "mean reward", by_set=("data/", "/reward_mean"), from_zero=True),
+    Panel("Held-out demonstrations", "nats per token", by_set=("heldout/", "/loss"), min_sets=1),
     Panel("Turns", "per response", {"mean": "rollout/turns_mean", "largest": "rollout/turns_max"}),
     Panel("Environment errors", "episodes", {"errors": "rollout/environment_errors"}, min_top=1.0),
     Panel("Policy entropy", "nats per token", {"entropy": "policy/entropy"}),
@@ -180,6 +183,12 @@ PANELS = (
         log=True,
     ),
     Panel(
+        "Loss",
+        "mean of the updates",
+        {"policy": "loss/policy", "demonstrations": "loss/demonstrations"},
+        note="With the objective nll, the policy's loss is that of the demonstrations.",
+    ),
+    Panel(
         "Gradient norm",
         "before clipping, log scale",
         {"mean": "policy/grad_norm", "largest update": "policy/grad_norm_max"},
@@ -295,7 +304,7 @@ def _metrics_of(panel: Panel, group: RunGroup) -> Mapping[str, str]:
         return panel.metrics
     start, end = panel.by_set
     names = sorted({name for run in group.runs for name in run.matching(start, end)})
-    return {name: f"{start}{name}{end}" for name in names} if len(names) > 1 else {}
+    return {name: f"{start}{name}{end}" for name in names} if len(names) >= panel.min_sets else {}
 
 
 def _curve_of(

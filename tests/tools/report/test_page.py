@@ -405,6 +405,7 @@ def test_turns_errors_divergences_and_what_reward_functions_return_have_panels()
         **{"kl/teacher": 0.5, "kl/reference": 0.25},
         **{"lora/attention/change_ratio": 0.01, "lora/experts/change_ratio": 0.02},
         **{"lora/attention/a_norm": 3.0, "lora/attention/b_norm": 0.5},
+        **{"loss/demonstrations": 0.125, "heldout/chat/loss": 1.5, "heldout/chat/perplexity": 4.5},
     }
     assert curves(run_of(row)) == {
         "Reward functions": {"math": [0.5], "style": [4.0]},
@@ -415,6 +416,8 @@ def test_turns_errors_divergences_and_what_reward_functions_return_have_panels()
         "KL divergence": {"reference": [0.25], "teacher": [0.5]},
         "Adapters: change of the weights": {"attention": [0.01], "experts": [0.02]},
         "Adapters: norms of A and B": {"A, attention": [3.0], "B, attention": [0.5]},
+        "Loss": {"demonstrations": [0.125]},
+        "Held-out demonstrations": {"chat": [1.5]},
     }
     one = {"step": 1, "reward/math": 0.5, **{f"reward/math/m{n}": 2.0 for n in range(20)}}
     assert len(panels(run_of(one))) == 8
