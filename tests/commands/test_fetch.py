@@ -136,6 +136,7 @@ def test_what_is_missing_is_fetched_once(config: Path, hub: FakeHub) -> None:
         assert results[key].endswith("; fetch it where there is a network")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_damaged_file_is_not_kept_and_alone_fetched_again(config: Path, hub: FakeHub) -> None:
     hub.damaged = {READ[1]}

@@ -136,14 +136,16 @@ def test_without_gpus_it_writes_a_cpu_configuration(
         ("0.6b", 32, {}, "nodes", 1),
         ("4b", 1, ON_HOST, "colocated", 1),
         ("4b", 8, {}, "split", 2),
-        ("4b", 16, {}, "nodes", 2),
-        ("4b", 32, {}, "nodes", 2),
-        ("4b", 64, {}, "nodes", 2),
-        ("32b", 4, {"model.lora.rank": 32}, "colocated", 2),
-        ("32b", 8, ON_HOST, "colocated", 4),
-        ("32b", 32, {}, "nodes", 8),
-        ("30b-a3b", 8, ON_HOST, "split", 2),
-        ("30b-a3b", 32, {}, "nodes", 1),
+        pytest.param(*("4b", 16, {}, "nodes", 2), marks=pytest.mark.exhaustive),
+        pytest.param(*("4b", 32, {}, "nodes", 2), marks=pytest.mark.exhaustive),
+        pytest.param(*("4b", 64, {}, "nodes", 2), marks=pytest.mark.exhaustive),
+        pytest.param(
+            *("32b", 4, {"model.lora.rank": 32}, "colocated", 2), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(*("32b", 8, ON_HOST, "colocated", 4), marks=pytest.mark.exhaustive),
+        pytest.param(*("32b", 32, {}, "nodes", 8), marks=pytest.mark.exhaustive),
+        pytest.param(*("30b-a3b", 8, ON_HOST, "split", 2), marks=pytest.mark.exhaustive),
+        pytest.param(*("30b-a3b", 32, {}, "nodes", 1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_fits_is_written_with_what_it_takes(

@@ -274,6 +274,7 @@ def train_some(models: dict[str, Path], root: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.exhaustive
 def test_updates_reach_the_next_pass_in_every_kind_of_optimizer(
     deep_models: Models, tmp_path: Path
 ) -> None:

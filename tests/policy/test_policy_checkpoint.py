@@ -96,6 +96,7 @@ def test_updates_equal_those_of_an_uninterrupted_run_whatever_the_layout_and_the
     assert_equal_runs(*(results[name][0]["weights"] for name in (run, expected)), tolerance)
 
 
+@pytest.mark.exhaustive
 @in_every_case(CHAINED)
 def test_every_family_continues_from_its_checkpoint_and_from_that_of_another_layout(
     chains: Results, case: Case

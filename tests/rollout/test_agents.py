@@ -97,6 +97,7 @@ class AgentCase(Case):
             )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(

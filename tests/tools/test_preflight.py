@@ -86,6 +86,7 @@ def servers_of(cluster: Cluster, *addresses: str) -> tuple[str, str]:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_machines_in_order_have_no_problem(cluster: Cluster, server: str) -> None:
     statuses, findings, _ = check(cluster, {}, *servers_of(cluster, server))

@@ -182,9 +182,9 @@ def endless_advantage(rewards: Tensor, samples: Sequence[Sample]) -> Tensor:
 def _observed(source: StubSource) -> Callable[..., Any]:
     train_batch = BatchTrainer.train
 
-    def observed(trainer: BatchTrainer, batch: RolloutBatch) -> Any:
+    def observed(trainer: BatchTrainer, batch: RolloutBatch, *others: Any) -> Any:
         source.at(f"training {batch.step}")
-        return train_batch(trainer, batch)
+        return train_batch(trainer, batch, *others)
 
     return observed
 

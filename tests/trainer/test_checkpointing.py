@@ -20,6 +20,7 @@ COMPARED = (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_equals_the_uninterrupted_one_in_another_layout(
     replay_config: Path, tmp_path: Path
 ) -> None:

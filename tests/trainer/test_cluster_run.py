@@ -16,6 +16,7 @@ CONFIG = "configs/bp-math-32b-64k.yaml"
 ONE_RANK = ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1")
 
 
+@pytest.mark.exhaustive
 def test_tensor_8_by_pipeline_2_of_the_32b_file_trains_as_one_rank_does(
     tmp_path: Path,
 ) -> None:

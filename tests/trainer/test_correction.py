@@ -177,6 +177,7 @@ def test_masked_tokens_are_in_no_sum(one_rank: Updates, exact: list[Any], name: 
     assert sums["policy_loss"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_layouts_weigh_and_mask_alike(
     one_rank: Updates, random_model: Path, stale_dump: Path
 ) -> None:

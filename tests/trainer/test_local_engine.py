@@ -12,6 +12,7 @@ from tests.trainer.runs import assert_same_training, train, write_run
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
+@pytest.mark.exhaustive
 def test_rounds_divide_responses_over_steps_and_every_part_is_of_its_weights(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -55,6 +56,7 @@ def test_rounds_divide_responses_over_steps_and_every_part_is_of_its_weights(
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_rounded_sampler_shows_in_the_mismatch_and_stays_over_a_resume(
     model_dir: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert all(torch.equal(adapters[0][name], value) for name, value in adapters[1].items())
 
 
+@pytest.mark.exhaustive
 def test_merged_weights_train_alike_and_are_more_bytes(
     config: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_checkpoints_hold_adapters_alone_and_convert_to_the_merged_model(
     assert changed == {name for name, w in base.items() if ".layers." in name and w.dim() == 2}
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_another_base_or_rank_are_refused_on_one_line(
     config: Path, finished: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -204,6 +206,7 @@ def test_a_run_continues_from_the_adapter_that_another_one_wrote(
     assert line.startswith("model.lora.alpha: must be 8, that of '"), line
 
 
+@pytest.mark.exhaustive
 def test_adapters_that_peft_cannot_load_are_named_and_continued(
     config: Path, tmp_path: Path
 ) -> None:

@@ -274,6 +274,7 @@ def test_a_step_without_the_score_is_not_the_best(
     assert checkpoints.progress.best == BestCheckpoint("step_3", "eval/sums/maj_at_k", 0.5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_a_run_whose_latest_is_gone_continues_and_a_finished_one_says_that_no_step_is_left(
     replay_config: Path, many_dumps: Path, tmp_path: Path

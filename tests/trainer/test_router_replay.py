@@ -144,6 +144,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert_same_training(resumed, finished)
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_begins_to_replay_samples_again_what_has_no_routes(
     config: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_servers_return_the_experts_of_every_token_but_those_computed_again(
         assert rows[0]["mismatch/logprob_abs_mean"] < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_under_noise_in_the_engine_s_choice_replay_takes_the_mismatch_away(
     config: Path, tmp_path: Path
 ) -> None:

@@ -234,6 +234,7 @@ def _distilling(loss: str, teacher: Path) -> Case:
     return Case(algorithm, ops=ops, teacher=None if engine else teacher)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_divergence_over_the_vocabulary_and_its_gradient_are_exact(
@@ -250,6 +251,7 @@ def test_a_divergence_over_the_vocabulary_and_its_gradient_are_exact(
 # --- whole runs ---
 
 
+@pytest.mark.exhaustive
 def test_a_coefficient_of_0_is_the_run_without_a_reference(
     tmp_path: Path, replay_config: Path
 ) -> None:
@@ -305,6 +307,7 @@ def test_a_scored_dump_replays_without_the_models(
             assert np.allclose(values, others, rtol=0, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_reference_that_follows_the_policy_is_the_same_after_a_resume(
     tmp_path: Path, replay_config: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_the_phase_table_is_that_of_the_plan() -> None:
         assert seconds in [cell.strip() for cell in row], phase.name
 
 
+@pytest.mark.exhaustive
 def test_single_figures_in_the_text_are_those_of_the_plan() -> None:
     def gb(plan: Plan) -> str:
         return f"{plan.worst_stage.total_bytes / 1e9:.1f}"
