@@ -103,30 +103,29 @@ def inspect_data(config: RunConfig, num_rows: int) -> dict[str, Any]:
     warnings = renderer.warnings()
     warnings += [line for s in (*train_sets, *eval_sets) for line in s.report.warnings()]
     warnings += [*shared_prompts(train_sets), *(overlap.warning() for overlap in overlaps)]
-    demonstrations = _demonstrations(config, renderer, num_rows)
-    warnings += demonstrations.pop("warnings")
     return {
         "sets": summaries,
         "overlaps": [asdict(overlap) for overlap in overlaps],
         "prompts": prompts,
-        "demonstrations": demonstrations,
+        "demonstrations": _demonstrations(config, renderer, num_rows),
         "warnings": warnings,
     }
 
 
 def _demonstrations(config: RunConfig, chat: ChatRenderer, num_rows: int) -> dict[str, Any]:
-    """Counts of ``demonstrations``, the first rows of each set in parts, and warnings."""
+    """Counts of ``demonstrations``, and the first rows of each set in parts."""
     renderer, report = DemonstrationRenderer(chat, config.demonstrations), DemonstrationReport()
     skips_bad, rows = config.data.on_bad_row == "skip", []
     for dataset in (*config.demonstrations.train, *config.demonstrations.heldout):
-        read = list(read_demonstrations(dataset, renderer, report, skips_bad=skips_bad))
-        for one, token_ids, is_trained in read[:num_rows]:
-            edges = np.flatnonzero(np.diff(is_trained)) + 1
-            texts = [chat.decode(part.tolist()) for part in np.split(token_ids, edges)]
-            trains = [bool(is_trained[start]) for start in (0, *edges)]
-            parts = list(zip(trains, texts, strict=True))
-            rows.append({"key": one.key, "weight": one.weight, "parts": parts})
-    return {"report": asdict(report), "rows": rows, "warnings": report.warnings("demonstrations")}
+        read = read_demonstrations(dataset, renderer, report, skips_bad=skips_bad)
+        for number, one in enumerate(read):
+            if number < num_rows:
+                edges = (np.flatnonzero(np.diff(one.is_trained)) + 1).tolist()
+                texts = [chat.decode(part.tolist()) for part in np.split(one.token_ids, edges)]
+                trains = one.is_trained[[0, *edges]].tolist()
+                parts = list(zip(trains, texts, strict=True))
+                rows.append({"key": one.key, "weight": one.weight, "parts": parts})
+    return {"report": asdict(report), "summary": report.summary(), "rows": rows}
 
 
 def token_lengths(prompts: Sequence[Prompt]) -> dict[str, int]:
@@ -172,12 +171,11 @@ def print_data(console: Console, report: dict[str, Any]) -> None:
             row = f"row: {json.dumps(prompt['row'], ensure_ascii=False)}"
             parts = [("fact", row), ("prompt", prompt["text"])]
             print_entry(console, f"{place} · answer {prompt['answer']}", parts)
-    if (counts := report["demonstrations"]["report"])["num_rows"]:
-        line = f"{counts['num_kept']:,} demonstrations, {counts['num_trained']:,} tokens train"
-        console.print(line, highlight=False)
-    for row in report["demonstrations"]["rows"]:
+    if (shown := report["demonstrations"])["report"]["num_rows"]:
+        console.print(Text(visible(shown["summary"])), soft_wrap=True)
+    for row in shown["rows"]:
         parts = []
         for trains, text in row["parts"]:
-            parts.append(("heading", "trained" if trains else "not trained"))
-            parts.append(("trained" if trains else "prompt", text))
+            kind = "trained" if trains else "not trained"
+            parts += [("heading", kind), (kind, text)]
         print_entry(console, f"demonstration · {row['key']} · weight {row['weight']}", parts)

@@ -23,13 +23,6 @@ from bapo_megatron.telemetry.console import print_entry, say, uncut_console
 from bapo_megatron.tools.report.rollouts import ORDERS, DumpedStep, Order, dump_files, read_step
 from bapo_megatron.types import FinishReason, Sample
 
-_DEMONSTRATIONS = pa.schema(
-    {
-        **{"prompt_id": pa.string(), "step": pa.int64(), "reward": pa.float64()},
-        **{"token_ids": pa.list_(pa.int32()), "is_trained": pa.list_(pa.bool_())},
-    }
-)
-
 
 def show(
     run: Annotated[
@@ -85,30 +78,29 @@ def save(
     """
     if out.suffix != ".parquet":
         raise typer.BadParameter(f"--out: must end in .parquet, got {out}; change it")
-    kept: dict[str, set[bytes]] = {}
-    tables, num_read = [], 0
+    kept: dict[tuple[str, str], set[bytes]] = {}
+    rows, num_read = list[dict[str, Any]](), 0
     for step, path in reversed(dump_files(run).items()):
-        rows: list[dict[str, Any]] = []
         for sample in read_batch(path).samples:
             num_read += 1
             prompt_id, parts = sample.prompt.prompt_id, sample.sequences
-            others = kept.setdefault(f"{sample.prompt.source}/{prompt_id}", set())
+            others = kept.setdefault((sample.prompt.source, prompt_id), set())
             text = b"".join(part.response_token_ids.tobytes() for part in parts)
             is_good = sample.finish_reason is FinishReason.STOP and sample.reward >= min_reward
             if is_good and text not in others and len(others) != per_prompt:
                 others.add(text)
                 facts = {"prompt_id": prompt_id, "step": step, "reward": sample.reward}
                 rows += [facts | _tokens(part) for part in parts]
-        tables.append(pa.Table.from_pylist(rows, _DEMONSTRATIONS))
-    if not (num_kept := sum(map(len, kept.values()))):
+    if not rows:
         raise ValueError(
             f"{run / 'rollouts'}: none of {num_read} responses ended by itself with a reward of at "
             f"least {min_reward}; lower --min-reward, or see rollout.dump and rollout.keep_dumps"
         )
     stream = io.BytesIO()
-    pq.write_table(pa.concat_tables(tables), stream)
+    pq.write_table(pa.Table.from_pylist(rows), stream)
     atomic_write_bytes(out, stream.getvalue())
-    say(f"{out}: {num_kept} of {num_read} responses, to {sum(map(bool, kept.values()))} prompts")
+    counts = [len(texts) for texts in kept.values() if texts]
+    say(f"{out}: {sum(counts)} of {num_read} responses, to {len(counts)} prompts")
 
 
 def _tokens(sequence: Sample) -> dict[str, np.ndarray]:

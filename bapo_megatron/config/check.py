@@ -42,9 +42,11 @@ def check_config(config: RunConfig, world_size: int, *, owns_files: bool = True)
             f"algorithm.centering.top_k: must be at most the model's vocab_size {vocab_size}, got "
             f"{top_k}; lower it"
         )
+    if not owns_files:
+        return
     if config.num_demonstrations:
-        _check_demonstrations(config, _count(hf_config, POSITIONS), owns_files=owns_files)
-    if not owns_files or not config.has_engines:
+        _check_demonstration_sets(config)
+    if not config.has_engines:
         return
     _check_generation(config)
     _check_weight_sync(config)
@@ -63,6 +65,14 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
         _check_positions(config, "rollout", config.rollout.max_response_tokens, max_positions)
         _check_eval_positions(config, max_positions)
         _check_budget(config)
+    if config.num_demonstrations:
+        key, limit = "demonstrations.max_tokens", config.demonstrations.max_tokens
+        _check_fits(config, key, limit)
+        if max_positions and limit > max_positions:
+            raise ConfigError(
+                f"{key}: must be at most the model's {max_positions} positions, got {limit}; "
+                "lower it"
+            )
     if config.eval.every_steps and not (config.eval.sets or config.demonstrations.heldout):
         raise ConfigError(
             f"eval.every_steps: needs eval.sets, got {config.eval.every_steps} without a set; "
@@ -127,27 +137,15 @@ def check_generate_config(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     """Check what reading and rendering the prompts needs; see ``check_config``."""
-    shown = config.demonstrations
-    if config.data.train is not None or not (config.eval.sets or shown.train):
+    if config.data.train is not None or not (config.eval.sets or config.demonstrations.train):
         _check_sets(config.data, "data.train", config.data.train)
     _check_sets(config.data, "eval.sets", config.eval.sets)
-    _check_sets(config.data, "demonstrations", (*shown.train, *shown.heldout))
+    _check_demonstration_sets(config)
 
 
-def _check_demonstrations(config: RunConfig, max_positions: int, *, owns_files: bool) -> None:
-    key, longest = "demonstrations.max_tokens", config.demonstrations.max_tokens
-    _check_fits(config, key, longest)
-    if max_positions and longest > max_positions:
-        raise ConfigError(
-            f"{key}: must be at most the model's {max_positions} positions, got {longest}; lower it"
-        )
-    if config.imitates and config.rollout.temperature != 1:
-        raise ConfigError(
-            "rollout.temperature: must be 1 for demonstrations alone, which nobody sampled, got "
-            f"{config.rollout.temperature:g}; set it to 1"
-        )
-    for name in ("train", "heldout") if owns_files else ():
-        _check_sets(config.data, f"demonstrations.{name}", getattr(config.demonstrations, name))
+def _check_demonstration_sets(config: RunConfig) -> None:
+    _check_sets(config.data, "demonstrations.train", config.demonstrations.train)
+    _check_sets(config.data, "demonstrations.heldout", config.demonstrations.heldout)
 
 
 def check_model_dir(
@@ -224,20 +222,20 @@ def _check_updates(config: RunConfig) -> None:
         _require_below(config, "optimizer.min_lr", "optimizer.lr", or_equal=True)
     updates_per_step = algorithm.updates_per_batch * algorithm.epochs
     updates = config.train.steps * updates_per_step
-    are_known = not config.imitates or config.demonstrations.epochs is None
-    if optimizer.warmup_updates > updates and are_known:
+    if optimizer.warmup_updates > updates and config.demonstrations.epochs is None:
         raise ConfigError(
             f"optimizer.warmup_updates: must be at most the run's {updates} updates "
             f"(steps × updates per batch × epochs), got {optimizer.warmup_updates}; lower it"
         )
-    if not config.has_engines:
+    if config.replay.dumps is not None:
         return
-    if rollout.groups_per_step % algorithm.updates_per_batch:
+    key = "demonstrations.sequences_per_step" if config.imitates else "rollout.groups_per_step"
+    if (groups := operator.attrgetter(key)(config)) % algorithm.updates_per_batch:
         raise ConfigError(
-            "algorithm.updates_per_batch: must divide rollout.groups_per_step = "
-            f"{rollout.groups_per_step}, got {algorithm.updates_per_batch}; choose a divisor"
+            f"algorithm.updates_per_batch: must divide {key} = {groups}, got "
+            f"{algorithm.updates_per_batch}; choose a divisor"
         )
-    if rollout.fixed_lag is None:
+    if config.imitates or rollout.fixed_lag is None:
         return
     if config.replay.batches:
         raise ConfigError(

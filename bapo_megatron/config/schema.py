@@ -201,10 +201,11 @@ class AlgorithmConfig(_WithOptions):
                 "distillation.coefficient must be above 0 with advantage: distill, got 0: rewards "
                 "do not count, and there is no teacher; set it, or choose another advantage"
             )
-        if self.advantage == "distill" and self.kl.coefficient > 0 and self.kl.where == "reward":
+        ignores_rewards = self.advantage == "distill" or self.objective == "nll"
+        if ignores_rewards and self.kl.coefficient > 0 and self.kl.where == "reward":
             raise ValueError(
-                "kl.where must be loss with advantage: distill, got reward: rewards do not count, "
-                "so the divergence would not either; change one of them"
+                "kl.where must be loss with advantage: distill or objective: nll, got reward: "
+                "advantages do not count there, so the divergence would not; change one of them"
             )
         if self.router_replay == "behaviour" and self.behaviour != "recomputed":
             raise ValueError(
@@ -372,6 +373,11 @@ class RunConfig(Section):
         if self.imitates or mixed.coefficient == 0:
             return self.demonstrations.sequences_per_step * self.imitates
         return updates * math.ceil(mixed.share * self.rollout.groups_per_step / updates)
+
+    @property
+    def train_temperature(self) -> float:
+        """What logits are divided by: nobody sampled demonstrations alone."""
+        return 1.0 if self.imitates else self.rollout.temperature
 
     def with_steps(self, steps: int) -> Self:
         """Return the configuration with the steps that its epochs are."""

@@ -10,8 +10,8 @@ Shape legend: L = tokens of a demonstration.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from os.path import commonprefix
 from typing import Any
@@ -23,6 +23,7 @@ from bapo_megatron.data.chat import ChatRenderer
 from bapo_megatron.data.rows import (
     DataError,
     Row,
+    check_seen,
     parse_messages,
     parse_question,
     parse_tools,
@@ -38,21 +39,22 @@ _OPENED = re.compile(r"<think>\s*(</think>\s*)?$|<\|channel>thought\s*(<channel\
 _THINK = re.compile(r"</?think>")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of reasoning, of which a template reads one."""
+Parts = Iterable[tuple[Any, Any]]
+"""Token ids, and which of them train: one bool, or one for each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Demonstration:
-    """A row: a conversation, or tokens."""
+    """A row as tokens."""
 
     key: str
     """``<file name or Hub id>:<row>``, as of prompts."""
-    messages: Sequence[Message] = ()
-    """A turn with ``weight`` 0 does not train; one that ``is_verbatim`` is the policy's text."""
-    tools: Sequence[dict[str, Any]] = ()
-    weight: float = 1.0
-    """Of its tokens in the loss, at least 0."""
-    tokens: tuple[Sequence[int], Sequence[bool]] | None = None
-    """Instead of messages: ids, and which of them train."""
+    weight: float
+    """Weight of its tokens in the loss, at least 0."""
+    token_ids: np.ndarray
+    """[L] int32."""
+    is_trained: np.ndarray
+    """[L] bool; False for the first token, which nothing predicts."""
 
 
 @dataclass(slots=True)
@@ -68,12 +70,14 @@ class DemonstrationReport:
     num_trained: int = 0
     """Tokens that train."""
 
-    def warnings(self, place: str) -> list[str]:
-        """Return warnings for the user, one line each."""
-        bad = f"are bad and were left out (data.on_bad_row), the first: {self.first_bad}"
-        long = "are longer than demonstrations.max_tokens (demonstrations.truncation)"
-        counts = ((self.num_bad, bad), (self.num_too_long, long))
-        return [f"{place}: {n} of {self.num_rows} rows {what}" for n, what in counts if n]
+    def summary(self) -> str:
+        """Return the counts as one line."""
+        line = f"{self.num_kept} of {self.num_rows} demonstrations, {self.num_trained} tokens train"
+        if self.num_too_long:
+            line += f"; {self.num_too_long} exceed demonstrations.max_tokens (truncation)"
+        if self.num_bad:
+            line += f"; {self.num_bad} bad rows left out (data.on_bad_row), first: {self.first_bad}"
+        return line
 
 
 class DemonstrationRenderer:
@@ -89,32 +93,81 @@ class DemonstrationRenderer:
                 f"{shown_value(text)} for '1' and '1'; save it without its prefix space"
             )
 
-    def render(self, demonstration: Demonstration) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids, [L] int32, and which tokens train, [L] bool; of any length.
+    def read(self, row: Row, columns: DemonstrationSetConfig) -> Demonstration:
+        """Return a row's tokens, however many; ``DataError`` where it cannot be used."""
+        if row.fields is None:
+            raise DataError(f"{row.place}: {row.problem}; correct or remove it")
+        fields = without_nulls(row.fields) if row.fills_nulls else row.fields
+        column = "weight"
+        try:
+            weight = fields.get(column, 1.0)
+            if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+                raise ValueError(f"must be a number, at least 0, got {shown_value(weight)}")
+            if fields.get(column := "token_ids") is not None:
+                ids, mask = np.array(fields[column]), np.array(fields.get("is_trained"))
+                limit = self._chat.vocab_size
+                is_list = ids.ndim == 1 and ids.shape == mask.shape and ids.dtype.kind == "i"
+                if not is_list or not 0 <= ids.min() <= ids.max() < limit:
+                    raise ValueError(
+                        f"must be ids below {limit}, as many as column 'is_trained' has"
+                    )
+                parts: Parts = [(ids, mask)]
+            else:
+                tools = parse_tools(fields.get(column := "tools"))
+                if (said := fields.get(column := columns.messages_column)) is not None:
+                    said = parse_json(said) if isinstance(said, str) else said
+                    messages = parse_messages(said)
+                    for message, raw in zip(messages, said, strict=True):
+                        message["weight"] = raw.get("weight", 1)
+                    if bad := [m["weight"] for m in messages if m["weight"] not in (0, 1)]:
+                        raise ValueError(f"must hold weights of 0 or 1, got {shown_value(bad[0])}")
+                    parts = self.turns(messages, tools)
+                else:
+                    column = columns.prompt_column or "prompt"
+                    question = parse_question(fields.get(column))
+                    response = fields.get(column := columns.response_column)
+                    if not isinstance(response, str) or not response.strip():
+                        raise ValueError(f"must be a response, got {shown_value(response)}")
+                    parts = self.response(question, response, tools)
+            token_ids, is_trained = self.joined(parts)
+        except ValueError as error:
+            problem = f"column '{column}' {error}; correct or remove this row"
+            raise DataError(f"{row.place}: {problem}") from error
+        check_seen(row, fields, columns.row_columns, lambda: self._chat.decode(token_ids.tolist()))
+        return Demonstration(row.prompt_id, weight, token_ids, is_trained)
+
+    def joined(self, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of parts, [L] int32, and which tokens train, [L] bool.
 
         Raises:
-            ValueError: The conversation does not alternate, the template does not say what the
-                assistant writes, or nothing trains.
+            ValueError: Nothing trains, or a part cannot be rendered.
         """
-        parts = [demonstration.tokens] if demonstration.tokens else self._turns(demonstration)
         ids, masks = zip(*parts, strict=True)
         token_ids = np.concatenate([np.array(part, np.int32) for part in ids])
         is_trained = np.concatenate(list(map(np.broadcast_to, masks, map(len, ids)))).astype(bool)
-        if not is_trained[1:].any():  # nothing predicts the first token
-            raise ValueError("has no token to train; remove it, or its weights of 0")
-        if not 0 <= token_ids.min() <= token_ids.max() < self._chat.vocab_size:
-            raise ValueError(
-                f"must have token_ids below {self._chat.vocab_size}, the size of the vocabulary, "
-                f"got {token_ids.max()}; write them for this model"
-            )
+        is_trained[:1] = False
+        if not is_trained.any():
+            raise ValueError("has no token to train")
         return token_ids, is_trained
 
-    def _turns(self, demonstration: Demonstration) -> Iterator[tuple[Sequence[int], Any]]:
-        """Yield what is written before each turn, and the turn, as an agent's record has them."""
-        said, tools, chat = demonstration.messages, demonstration.tools, self._chat
+    def response(self, question: str | Sequence[Message], text: str, tools: Any = ()) -> Parts:
+        """Return a question's prompt, and a response as it is, with the token that ends it."""
+        prompt = self._chat.prompt(self._chat.conversation_after(question, ()), tools)
+        if (opened := _OPENED.search(prompt)) and not any(opened.groups()):
+            text = re.sub(r"^\s*<think>\s*", "", text)  # which it need not repeat
+        end = self._chat.ended("")
+        written, turn = self._chat.token_ids([prompt, text.rstrip().removesuffix(end) + end])
+        return [(written, False), (turn, True)]
+
+    def turns(self, said: Sequence[Message], tools: Any = ()) -> Parts:
+        """Yield what precedes each turn, and the turn, as an agent's record has them.
+
+        Raises:
+            ValueError: The conversation does not alternate, or the template does not say what the
+                assistant writes.
+        """
+        chat = self._chat
         is_turn = [message["role"] == "assistant" for message in said]
-        if said[-1].get("is_verbatim"):  # earlier turns are part of the question
-            is_turn = [False] * (len(said) - 1) + [True]
         if is_turn[0] or not is_turn[-1] or (True, True) in pairwise(is_turn):
             raise ValueError(
                 "must begin with a question, have a message between two turns of the assistant, "
@@ -122,35 +175,41 @@ class DemonstrationRenderer:
             )
         first = is_turn.index(True)
         messages = chat.conversation_after(said[:first], said[first:])
-        turn_ids: Sequence[int] = ()
-        start = 0
-        num_added = len(messages) - len(said)  # the system prompt
-        for end in (n for n, turns in enumerate(is_turn, start=num_added) if turns):
-            if start:
-                written = chat.continuation(messages[start:end], tools or None, after=turn_ids)
-            else:
-                [written] = chat.token_ids([chat.prompt(messages[:end], tools)])
-            turn = self._turn(messages[: end + 1], tools)
-            [turn_ids] = chat.token_ids([turn])
-            yield written, False
-            yield turn_ids, self._mask(turn, messages[: end + 1], tools)
-            start = end + 1
+        first += len(messages) - len(said)  # a system prompt
+        question, between = messages[:first], list[Message]()
+        prompt = chat.prompt(question, tools)
+        [before_ids] = chat.token_ids([prompt])
+        turn_ids: tuple[int, ...] = ()
+        for message in messages[first:]:
+            if message["role"] != "assistant":
+                between.append(message)
+                continue
+            if between:
+                before_ids = chat.continuation(between, tools or None, after=turn_ids)
+                is_alike = _OPENED.findall(chat.decode(before_ids)) == _OPENED.findall(prompt)
+                if _reasoning(message) and not is_alike:
+                    raise ValueError(
+                        "has reasoning in a turn whose prompt does not open it as the first one "
+                        "does; give prompt and response"
+                    )
+            turn = self._turn(question, message, tools)
+            [turn_ids], between = chat.token_ids([turn]), []
+            yield before_ids, False
+            yield turn_ids, self._mask(turn, question, message, tools)
 
-    def _turn(self, messages: Sequence[Message], tools: Any) -> str:
-        """Return what the policy writes as the last message, its end token included."""
-        *before, message = [*map(_shortened, messages[:-1]), messages[-1]]
-        reasoning, content = _split(message)
-        prompt = self._chat.render(before, tools=tools or None)
+    def _turn(self, question: list[Message], message: Message, tools: Any) -> str:
+        """Return what the policy writes as ``message``, its end token included.
+
+        It is rendered after the question alone: turns between may make a template drop some.
+        """
+        reasoning = _reasoning(message)
+        prompt = self._chat.render(question, tools=tools or None)
         opened = _OPENED.search(prompt)
         closes = opened is not None and any(opened.groups())
-        if message.get("is_verbatim"):
-            content, end = message["content"].rstrip(), self._chat.ended("")
-            if opened and not closes:  # which the response need not repeat
-                content = re.sub(r"^\s*<think>\s*", "", content)
-            return content.removesuffix(end) + end
         if any(message.get(name) for name in _REASONING):
             message = {**message, **dict.fromkeys(_REASONING, reasoning)}
-        text = self._chat.render([*before, message], generation_prompt=False, tools=tools or None)
+        whole = [*question, message]
+        text = self._chat.render(whole, generation_prompt=False, tools=tools or None)
         start = opened.start() if opened and closes != bool(reasoning) else len(prompt)
         if not text.startswith(prompt) and text.startswith(prompt[:start]):
             # The template leaves reasoning out of turns, an empty one too.
@@ -164,7 +223,8 @@ class DemonstrationRenderer:
             )
         calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
         turn = self._chat.ended(text.removeprefix(prompt), has_calls=bool(calls))
-        lost = [part for part in (reasoning, *_THINK.split(content)) if part.strip() not in turn]
+        said = (reasoning, *_THINK.split(message["content"]))
+        lost = [part for part in said if part.strip() not in turn]
         lost += [name for name in calls if turn.count(name) < calls.count(name)]
         if lost:
             raise ValueError(
@@ -173,67 +233,25 @@ class DemonstrationRenderer:
             )
         return turn
 
-    def _mask(self, turn: str, messages: Sequence[Message], tools: Any) -> Any:
+    def _mask(self, turn: str, question: list[Message], message: Message, tools: Any) -> Any:
         """Return which tokens of a turn train; calls are what it would not have without them."""
-        *before, message = messages
         is_trained = message.get("weight", 1) != 0
         if self.config.train_tool_calls or not message.get("tool_calls") or not is_trained:
             return is_trained
         silent = {name: value for name, value in message.items() if name != "tool_calls"}
-        other = self._turn([*before, silent], tools)
+        other = self._turn(question, silent, tools)
         end = len(turn) - len(commonprefix([turn[::-1], other[::-1]]))  # noqa: RUF071
         start = len(commonprefix([turn[:end], other.removesuffix(self._chat.ended(""))]))  # noqa: RUF071
         places = self._chat.token_places(turn)
         return [last <= start or first >= end for first, last in places]
 
 
-def _shortened(message: Message) -> Message:
-    """Return a message of the prompt without what later turns may make a template leave out."""
-    if message["role"] != "assistant":
-        return message
-    kept = {name: value for name, value in message.items() if name not in _REASONING}
-    return kept | ({"content": ""} if message.get("tool_calls") else {})
-
-
-def _split(message: Message) -> tuple[str, str]:
-    """Return the reasoning of an assistant's message, without space around it, and the rest."""
+def _reasoning(message: Message) -> str:
+    """Return the reasoning of an assistant's message, without space around it."""
     reasoning = next((message[name] for name in _REASONING if message.get(name)), "")
-    content = message["content"]
-    if not reasoning and "</think>" in content:
-        reasoning, _, content = content.partition("</think>")
-        reasoning = reasoning.rpartition("<think>")[2]
-    return reasoning.strip(), content
-
-
-def read_demonstration(row: Row, columns: DemonstrationSetConfig) -> Demonstration:
-    """Return what a row holds; ``DataError`` where it cannot be used."""
-    if row.fields is None:
-        raise DataError(f"{row.place}: {row.problem}; correct or remove it")
-    fields = without_nulls(row.fields) if row.fills_nulls else row.fields
-    key, column = row.prompt_id, columns.weight_column
-    try:
-        weight = fields.get(column, 1.0)
-        if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise ValueError(f"must be a number, at least 0, got {shown_value(weight)}")
-        if token_ids := fields.get(column := "token_ids"):
-            if len(is_trained := fields.get("is_trained", ())) != len(token_ids):
-                raise ValueError("must be as long as column 'is_trained'")
-            return Demonstration(key, weight=weight, tokens=(token_ids, is_trained))
-        tools = parse_tools(fields.get(column := columns.tools_column))
-        if (said := fields.get(column := columns.messages_column)) is not None:
-            said = parse_json(said) if isinstance(said, str) else said
-            weights = ({"weight": raw.get("weight", 1)} for raw in said)
-            messages = [m | weight for m, weight in zip(parse_messages(said), weights, strict=True)]
-            return Demonstration(key, messages, tools, weight)
-        asked = parse_question(fields.get(column := columns.prompt_column or "prompt"))
-        question = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        response = fields.get(column := columns.response_column)
-        if not isinstance(response, str) or not response.strip():
-            raise ValueError(f"must be the text of a response, got {shown_value(response)}")
-        turn = {"role": "assistant", "content": response, "is_verbatim": True}
-        return Demonstration(key, [*question, turn], tools, weight)
-    except ValueError as error:
-        raise DataError(f"{row.place}: column '{column}' {error}; correct or remove it") from error
+    if not reasoning and "</think>" in message["content"]:
+        reasoning = message["content"].partition("</think>")[0].rpartition("<think>")[2]
+    return reasoning.strip()
 
 
 def read_demonstrations(
@@ -242,30 +260,27 @@ def read_demonstrations(
     report: DemonstrationReport,
     *,
     skips_bad: bool = False,
-) -> Iterator[tuple[Demonstration, np.ndarray, np.ndarray]]:
-    """Yield each usable row of a set with its ids and mask, up to ``max_tokens``, one at a time.
+) -> Iterator[Demonstration]:
+    """Yield each usable row of a set, up to ``max_tokens``, one at a time.
 
     Raises:
         DataError: A row cannot be used, unless ``skips_bad``; or a file cannot be read.
         OSError: A file cannot be opened.
     """
-    config = renderer.config
+    limit, truncation = renderer.config.max_tokens, renderer.config.truncation
     for row in read_rows(dataset):
         report.num_rows += 1
         try:
-            demonstration = read_demonstration(row, dataset)
-            rendered = renderer.render(demonstration)
-        except ValueError as error:
-            line = str(error) if isinstance(error, DataError) else f"{row.place}: {error}"
+            whole = renderer.read(row, dataset)
+        except DataError as error:
             if not skips_bad:
-                raise DataError(line) from error
+                raise
             report.num_bad += 1
-            report.first_bad = report.first_bad or line
+            report.first_bad = report.first_bad or str(error)
             continue
-        token_ids, is_trained = (values[: config.max_tokens] for values in rendered)
-        is_cut = len(token_ids) < len(rendered[0])
-        report.num_too_long += is_cut
-        if is_trained[1:].any() and not (is_cut and config.truncation == "drop"):
+        is_trained, is_long = whole.is_trained[:limit], len(whole.token_ids) > limit
+        report.num_too_long += is_long
+        if is_trained.any() and not (is_long and truncation == "drop"):
             report.num_kept += 1
             report.num_trained += int(is_trained.sum())
-            yield demonstration, token_ids, is_trained
+            yield replace(whole, token_ids=whole.token_ids[:limit], is_trained=is_trained)

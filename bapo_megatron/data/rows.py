@@ -307,14 +307,7 @@ class RowFormat:
             raise (EmptyAnswerError if is_blank else DataError)(
                 f"{row.place}: column '{column}' {error}; correct or remove this row"
             ) from error
-        for name, value in fields.items():
-            is_named = name in (row_columns or ())
-            if name.lower() in UNSEEN and not is_named and not _is_shown(value, text):
-                raise DataError(
-                    f"{row.place}: column '{name}' is not in the prompt, so the model would not "
-                    f"see {shown_value(value)}; put its text there, or name it in row_columns if "
-                    "only rewards, an environment or an agent read it"
-                )
+        check_seen(row, fields, row_columns, lambda: text)
         names = tuple(fields) if row_columns is None else row_columns
         if missing := [name for name in names if name not in fields]:
             raise DataError(
@@ -322,6 +315,27 @@ class RowFormat:
                 "question and answer; correct the data, or row_columns"
             )
         return text, answer, _to_json({name: fields[name] for name in names}, "", dropped)
+
+
+def check_seen(
+    row: Row,
+    fields: Mapping[str, Any],
+    row_columns: tuple[str, ...] | None,
+    shown_text: Callable[[], str],
+) -> None:
+    """Refuse a row with a column that the model should see, such as images, and would not.
+
+    Raises:
+        DataError: Neither does the text show its value, nor ``row_columns`` name it.
+    """
+    for name, value in fields.items():
+        is_named = name in (row_columns or ())
+        if name.lower() in UNSEEN and not is_named and not _is_shown(value, shown_text()):
+            raise DataError(
+                f"{row.place}: column '{name}' is not in the prompt, so the model would not "
+                f"see {shown_value(value)}; put its text there, or name it in row_columns if "
+                "only rewards, an environment or an agent read it"
+            )
 
 
 def recognise(dataset: DatasetConfig, fields: Mapping[str, Any]) -> RowFormat | None:

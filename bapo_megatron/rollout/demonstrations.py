@@ -41,6 +41,8 @@ from bapo_megatron.types import (
 _TYPES = {"key": pa.string(), "source": pa.string(), "weight": pa.float64()}
 _TYPES["tokens"] = pa.list_(pa.int32())
 """Columns of the files; ``tokens`` [L] has the ids of trained tokens, and ~id of the others."""
+_BATCH_ROWS = 1024
+"""Rows that are held in memory at a time, besides a step's."""
 
 
 class DemonstrationSource(ReplaySource):
@@ -60,11 +62,10 @@ class DemonstrationSource(ReplaySource):
         chat = ChatRenderer(tokenizer, config.data, config.rollout)
         self._renderer = DemonstrationRenderer(chat, config.demonstrations)
         self.directory.mkdir(parents=True, exist_ok=True)
-        sections = config.demonstrations
-        self._train = self._render("train", sections.train)
-        self._heldout = self._render("heldout", sections.heldout) if sections.heldout else None
-        self._order = lru_cache(2)(self._permutation)
+        self._train = self._render("train", config.demonstrations.train)
         path, digest = self.directory / "digest", self._digest.hexdigest()
+        self._heldout = self._render("heldout", config.demonstrations.heldout)
+        self._order = lru_cache(2)(self._permutation)
         if config.resume and path.exists() and path.read_text() != digest:
             raise DataError(
                 f"{path}: the run began with other demonstrations, another seed or number per "
@@ -77,12 +78,16 @@ class DemonstrationSource(ReplaySource):
         """Steps of a pass over the sets."""
         return len(self._train) / self._config.num_demonstrations
 
-    def resolved(self) -> RunConfig:
-        """Return the run's configuration with the steps that its epochs are, rounded up."""
-        config, epochs = self._config, self._config.demonstrations.epochs
-        if epochs is None or not config.imitates:
-            return config
-        return config.with_steps(math.ceil(epochs * self.steps_per_epoch))
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run, those of its epochs rounded up."""
+        epochs = self._config.demonstrations.epochs if self._config.imitates else None
+        return math.ceil((epochs or 0) * self.steps_per_epoch) or self._config.train.steps
+
+    @property
+    def num_heldout_batches(self) -> int:
+        """Batches of the held-out sets."""
+        return math.ceil(len(self._heldout) / _BATCH_ROWS)
 
     def collect(self, step: int) -> EncodedBatch:
         """Encode the demonstrations of ``step`` (1, 2, …), a group each."""
@@ -91,13 +96,13 @@ class DemonstrationSource(ReplaySource):
         rows = [int(self._order(draw // size)[draw % size]) for draw in draws]
         return _encode(self._train, rows, step)
 
-    def heldout(self) -> EncodedBatch:
-        """Encode the held-out sets, as step 1."""
-        assert self._heldout is not None, "asked for with held-out sets only"
-        return _encode(self._heldout, range(len(self._heldout)), step=1)
+    def heldout(self, number: int) -> EncodedBatch:
+        """Encode batch ``number`` (1, 2, …) of the held-out sets."""
+        rows = range(len(self._heldout))[(number - 1) * _BATCH_ROWS : number * _BATCH_ROWS]
+        return _encode(self._heldout, rows, step=number)
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if not self._config.demonstrations.shuffle:
+        if not self._config.data.shuffle:
             return np.arange(len(self._train))
         return np.random.default_rng([self._config.seed, epoch]).permutation(len(self._train))
 
@@ -106,14 +111,14 @@ class DemonstrationSource(ReplaySource):
         path, schema = str(self.directory / f"{name}.arrow"), pa.schema(_TYPES)
         report = DemonstrationReport()
         with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, schema) as writer:
-            for rows in batched(self._rows(sets, report), 1024):
+            for rows in batched(self._rows(sets, report), _BATCH_ROWS):
                 writer.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=schema))
                 self._on_progress(f"{name}: {report.num_kept} demonstrations")
-        for line in report.warnings(f"demonstrations.{name}"):
+        line = f"demonstrations.{name}: {report.summary()}"
+        if name == "train" and not report.num_kept:
+            raise DataError(f"{line}; add some, or raise max_tokens")
+        if sets:
             say(line)
-        if not report.num_kept:
-            raise DataError(f"demonstrations.{name}: none is left; add some, or raise max_tokens")
-        say(f"{name}: {report.num_kept} demonstrations, {report.num_trained} tokens train")
         return pa.ipc.open_file(pa.memory_map(path)).read_all()
 
     def _rows(
@@ -121,10 +126,8 @@ class DemonstrationSource(ReplaySource):
     ) -> Iterator[dict[str, Any]]:
         skips_bad = self._config.data.on_bad_row == "skip"
         for dataset in sets:
-            rows = read_demonstrations(dataset, self._renderer, report, skips_bad=skips_bad)
-            for one, ids_L, is_trained_L in rows:
-                is_trained_L[0] = False  # nothing predicts it
-                tokens = np.where(is_trained_L, ids_L, ~ids_L).tolist()
+            for one in read_demonstrations(dataset, self._renderer, report, skips_bad=skips_bad):
+                tokens = np.where(one.is_trained, one.token_ids, ~one.token_ids).tolist()
                 values = (one.key, dataset.label, one.weight, tokens)
                 self._digest.update(repr(values).encode())
                 yield dict(zip(_TYPES, values, strict=True))

@@ -125,7 +125,7 @@ class Run:
             state=state,
             config=config.algorithm,
             ops=config.ops,
-            temperature=config.rollout.temperature,
+            temperature=config.train_temperature,
             staleness=config.rollout.staleness,
             shape=shape,
             masked_reasons=masked_reasons(flat_settings(config)),
@@ -178,9 +178,9 @@ class Run:
                 # Before the policy needs the memory.
                 if config.rollout.colocated and source is not None:
                     source.release_memory()
-            if config.imitates and config.demonstrations.epochs is not None:
-                counted = opening.demonstrations
-                steps = None if counted is None else str(counted.resolved().train.steps).encode()
+            if config.num_demonstrations:
+                shown = opening.demonstrations
+                steps = None if shown is None else str(shown.num_steps).encode()
                 config = config.with_steps(int(broadcast_bytes(steps, groups)))
             updates_per_step = config.algorithm.updates_per_batch * config.algorithm.epochs
             seed_everything(config.seed, groups)
@@ -233,9 +233,8 @@ class Run:
             self.generation.sync_reports.clear()  # not part of a step
         if config.eval.at_start and self.progress.finished_steps == 0:
             with self.timer.phase("evaluation"):
-                before = eval_metrics(self._evaluate(BEFORE_TRAINING)) | self.measure(
-                    BEFORE_TRAINING
-                )
+                scores = eval_metrics(self._evaluate(BEFORE_TRAINING))
+                before = scores | self.measure(BEFORE_TRAINING)
             if self._sinks is not None and before:
                 self._sinks.write(StepMetrics(BEFORE_TRAINING, before))
         if self.progress.unreported is not None:
@@ -287,14 +286,21 @@ class Run:
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics of held-out demonstrations on rank 0, if they are due."""
-        config, source, trainer = self.config, self._demonstrations, self.trainer
+        config, trainer = self.config, self.trainer
         is_now = step == BEFORE_TRAINING or is_due(config.eval, step, config.train.steps)
-        if not (is_now and config.num_demonstrations and config.demonstrations.heldout):
+        names = [dataset.label for dataset in config.demonstrations.heldout]
+        if not (is_now and config.num_demonstrations and names):
             return {}
-        encoded = None if source is None else source.heldout()
-        batch = receive_batch(encoded, self.state.model, step=1)
-        values = heldout_metrics(batch, self.state.model, trainer.output, trainer.shape)
-        return {} if source is None else values
+        batches = self._heldout_batches()
+        values = heldout_metrics(names, batches, self.state.model, trainer.output, trainer.shape)
+        return {} if self._demonstrations is None else values
+
+    def _heldout_batches(self) -> Iterator[RolloutBatch]:
+        source = self._demonstrations
+        count = None if source is None else str(source.num_heldout_batches).encode()
+        for number in range(1, int(broadcast_bytes(count, self._groups)) + 1):
+            encoded = None if source is None else source.heldout(number)
+            yield receive_batch(encoded, self.state.model, number)
 
     def complete_evaluation(self) -> None:
         """Wait for the evaluation beside this step; abandon it if its weights are gone."""

@@ -71,7 +71,7 @@ def open_run(config: RunConfig, stopping: Stopping) -> Iterator[Opening]:
         progress, demonstrations = stack.enter_context(ProgressLine()), None
         if config.num_demonstrations:
             demonstrations = DemonstrationSource(config, progress.update)
-            config = demonstrations.resolved()
+            config = config.with_steps(demonstrations.num_steps)
             check_settings(config, 0)
         write_config(config)
         source = open_source(config, progress, timer.pulse, stopping, demonstrations)

@@ -3,7 +3,7 @@
 Shape legend: T = response tokens of a micro-batch, B = samples of the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -125,32 +125,37 @@ def measure_mismatch(
 
 
 def heldout_metrics(
-    batch: RolloutBatch, model: Model, output: PolicyOutput, shape: SplitShape
+    names: Sequence[str],
+    batches: Iterable[RolloutBatch],
+    model: Model,
+    output: PolicyOutput,
+    shape: SplitShape,
 ) -> dict[str, float]:
-    """Return loss, Σ −ℓ / Σ 1 over the trained tokens, and perplexity of each set of a batch.
+    """Return loss, Σ −ℓ / Σ 1 over the trained tokens, and perplexity of each set of ``names``.
 
     A collective of all ranks.
     """
-    names, set_B = np.unique(
-        [sample.prompt.source for sample in batch.samples], return_inverse=True
-    )
-    nothing_B = np.zeros(len(set_B), dtype=np.float32)
-    with fail_together(model.groups, ValueError):
-        _, micro_batches = shape.pack(batch.samples, range(len(set_B)), nothing_B, nothing_B)
     totals = torch.zeros(len(names), 2, dtype=torch.float64, device=model.groups.device)
-    scored = model.forward_only(micro_batches, output.read)
-    # No log-probs on any stage but the last.
-    for micro_batch, (logprob_T, _) in zip(micro_batches, scored, strict=False):
-        set_T = torch.from_numpy(set_B)[micro_batch.sample_T].to(logprob_T.device)
-        loss_T = -logprob_T.double()
-        totals.index_add_(0, set_T, torch.stack([loss_T, torch.ones_like(loss_T)], dim=1))
+    for batch in batches:
+        set_B = torch.tensor([names.index(sample.prompt.source) for sample in batch.samples])
+        nothing_B = np.zeros(len(set_B), dtype=np.float32)
+        with fail_together(model.groups, ValueError):
+            _, micro_batches = shape.pack(batch.samples, range(len(set_B)), nothing_B, nothing_B)
+        scored = model.forward_only(micro_batches, output.read)
+        # No log-probs on any stage but the last.
+        for micro_batch, (logprob_T, _) in zip(micro_batches, scored, strict=False):
+            set_T = set_B[micro_batch.sample_T].to(logprob_T.device)
+            loss_T = -logprob_T.double()
+            totals.index_add_(0, set_T, torch.stack([loss_T, torch.ones_like(loss_T)], dim=1))
     if model.groups.is_last_stage:
         reduce_over(model.groups.data, totals)
     broadcast_from_last_stage(totals, model.groups)
-    losses = (totals[:, 0] / totals[:, 1]).tolist()
-    values = {f"heldout/{name}/loss": loss for name, loss in zip(names, losses, strict=True)}
-    perplexities = zip(names, np.exp(losses).tolist(), strict=True)
-    return values | {f"heldout/{name}/perplexity": value for name, value in perplexities}
+    values: dict[str, float] = {}
+    for name, (total, count) in zip(names, totals.tolist(), strict=True):
+        if count:  # all rows of a set may be left out
+            values[f"heldout/{name}/loss"] = total / count
+            values[f"heldout/{name}/perplexity"] = float(np.exp(total / count))
+    return values
 
 
 def score_probes(

@@ -262,7 +262,7 @@ def frozen_scorers(config: RunConfig, policy: Model) -> tuple[Scorer, ...]:
         scorer = FrozenScorer(
             {REFERENCE_KEY: REFERENCE, TEACHER_KEY: TEACHER}[key],
             build,
-            lambda built: PolicyOutput.of(built, config.ops, config.rollout.temperature),
+            lambda built: PolicyOutput.of(built, config.ops, config.train_temperature),
             keeps_hidden=keeps_hidden,
             add_to_dump=add_to_dump if config.rollout.dump and not is_replay else None,
         )

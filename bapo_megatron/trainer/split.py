@@ -242,7 +242,7 @@ def with_demonstrations(
             policy.append(TokenLogprobs(no_T, no_T))
         work = {name: split.counts.get(name, 0.0) + n for name, n in _work(packing).items()}
         changed = replace(split, micro_batches=tuple(micro_batches), counts=split.counts | work)
-        added.append(replace(changed, policy=split.policy and policy))
+        added.append(replace(changed, policy=None if split.policy is None else policy))
     return tuple(added)
 
 

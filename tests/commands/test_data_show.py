@@ -150,7 +150,7 @@ def test_demonstrations_are_shown_with_what_trains_in_colour(config_file, tmp_pa
     assert [row["key"] for row in shown["rows"]] == ["shown.jsonl:0", "shown.jsonl:1"]
     assert shown["rows"][1]["parts"] == [(False, rendered("1+1?")), (True, "[b]2<|im_end|>")]
     assert (shown["report"]["num_kept"], shown["report"]["num_bad"]) == (3, 1)
-    assert any("1 of 4 rows are bad" in line for line in report["warnings"])
+    assert "; 1 bad rows left out" in shown["summary"]
     assert "\n**trained**\n\n    [b]1<|im_end|>\n" in printed(report)
     stream = io.StringIO()
     print_data(

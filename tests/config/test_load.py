@@ -221,4 +221,4 @@ def test_a_divergence_in_a_reward_that_does_not_count_is_refused(folder):
     overrides = (teacher, "algorithm.advantage=distill", "algorithm.kl.where=reward")
     load_config(folder / "base.yaml", overrides)
     message = error_of(folder / "base.yaml", *overrides, "algorithm.kl.coefficient=0.1")
-    assert "kl.where' must be loss with advantage: distill, got reward: rewards do not" in message
+    assert "kl.where' must be loss with advantage: distill or objective: nll, got reward" in message

@@ -15,7 +15,6 @@ from bapo_megatron.config.demonstrations import DemonstrationsConfig, Demonstrat
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.data.chat import ChatRenderer, load_tokenizer
 from bapo_megatron.data.demonstrations import (
-    Demonstration,
     DemonstrationRenderer,
     DemonstrationReport,
     read_demonstrations,
@@ -100,9 +99,9 @@ def make(tokenizer_dir: Path, tmp_path: Path) -> Make:
     return make
 
 
-def marked(renderer: DemonstrationRenderer, *arguments: Any, **fields: Any) -> str:
+def marked(renderer: DemonstrationRenderer, parts: Any) -> str:
     """A demonstration's text, with « and » around what trains."""
-    token_ids, is_trained = renderer.render(Demonstration("x:0", *arguments, **fields))
+    token_ids, is_trained = renderer.joined(parts)
     assert (token_ids.dtype, is_trained.dtype) == (np.int32, bool)
     text = ""
     for trains, tokens in groupby(zip(token_ids, is_trained, strict=True), lambda pair: pair[1]):
@@ -152,7 +151,7 @@ def test_what_the_assistant_writes_trains_up_to_its_end_token(
 ) -> None:
     renderer = make(template, special)
 
-    assert marked(renderer, messages) == renderer._chat.text(messages[:1]) + wanted
+    assert marked(renderer, renderer.turns(messages)) == renderer._chat.text(messages[:1]) + wanted
 
 
 CALLS = {
@@ -186,7 +185,7 @@ def test_calls_train_unless_they_are_masked_and_outputs_of_tools_never_do(
     special, plain = ADDED[tool_format]
     renderer = make(TEMPLATES[tool_format], special, plain, train_tool_calls=trains_calls)
 
-    text = marked(renderer, TOOLS, tools=[SCHEMA])
+    text = marked(renderer, renderer.turns(TOOLS, [SCHEMA]))
 
     call, end = CALLS[tool_format]
     if trains_calls:
@@ -225,7 +224,7 @@ def test_tokens_and_mask_are_those_of_an_agent_s_record(make: Make, template: st
     sample = record.sample(0, 0, prompt, FinishReason.STOP)
     assert not sample.branches
 
-    token_ids, is_trained = renderer.render(Demonstration("x:0", messages, tools=tools))
+    token_ids, is_trained = renderer.joined(renderer.turns(messages, tools))
 
     first = len(sample.prompt.token_ids)
     assert token_ids[:first].tolist() == sample.prompt.token_ids.tolist()
@@ -235,7 +234,8 @@ def test_tokens_and_mask_are_those_of_an_agent_s_record(make: Make, template: st
 
 def test_turns_of_weight_0_do_not_train(make: Make) -> None:
     messages = [TWO[0], {**TWO[1], "weight": 0}, *TWO[2:]]
-    assert marked(make(), messages).count("«") == 1
+    renderer = make()
+    assert marked(renderer, renderer.turns(messages)).count("«") == 1
 
 
 @pytest.mark.parametrize(
@@ -258,8 +258,7 @@ def test_a_response_is_taken_verbatim_and_ended(
     wanted: str,
 ) -> None:
     renderer = make(template, special, data={"chat_template_arguments": arguments})
-    turn = {"role": "assistant", "content": response, "is_verbatim": True}
-    text = marked(renderer, [TWO[0], turn])
+    text = marked(renderer, renderer.response(TWO[:1], response))
     assert text == f"{renderer._chat.text(TWO[:1])}«{wanted}»"
 
 
@@ -267,14 +266,14 @@ def test_prompts_that_close_reasoning_are_followed_by_what_the_template_has_besi
     make: Make,
 ) -> None:
     renderer = make(R1, ROLES, data={"chat_template_arguments": {"thinks": False}})
-    assert marked(renderer, TWO).startswith(
+    assert marked(renderer, renderer.turns(TWO)).startswith(
         "<|user|>1+1?<|assistant|><think>\n\n</think>\n\n«It is 2.<|im_end|>»<|user|>Sure?"
     )
 
 
 def test_system_prompt_and_suffix_are_those_of_the_run_s_prompts(make: Make) -> None:
     renderer = make(data={"system_prompt": "Think.", "prompt_suffix": " Box it."})
-    assert marked(renderer, TWO) == (
+    assert marked(renderer, renderer.turns(TWO)) == (
         "<|im_start|>system\nThink.<|im_end|>\n"
         f"{rendered('1+1? Box it.')}«It is 2.<|im_end|>»{NEXT}«Yes.<|im_end|>»"
     )
@@ -296,8 +295,9 @@ def test_system_prompt_and_suffix_are_those_of_the_run_s_prompts(make: Make) -> 
 def test_what_the_template_cannot_say_is_refused(
     make: Make, template: str, messages: list[dict[str, Any]], problem: str
 ) -> None:
+    renderer = make(template)
     with pytest.raises(ValueError, match=problem) as caught:
-        make(template).render(Demonstration("x:0", messages))
+        renderer.joined(renderer.turns(messages))
     assert "\n" not in str(caught.value)
 
 
@@ -321,35 +321,57 @@ def test_rows_of_every_kind_are_read(make: Make, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", *rows)
     demonstrations, report = read(renderer, path)
 
-    assert [one.key for one, *_ in demonstrations] == [f"x.jsonl:{n}" for n in range(5)]
-    assert [one.weight for one, *_ in demonstrations] == [0.5, 1, 1, 1, 1]
-    texts = [renderer._chat.decode(ids[mask].tolist()) for _, ids, mask in demonstrations[:4]]
+    assert [one.key for one in demonstrations] == [f"x.jsonl:{n}" for n in range(5)]
+    assert [one.weight for one in demonstrations] == [0.5, 1, 1, 1, 1]
+    texts = [
+        renderer._chat.decode(one.token_ids[one.is_trained].tolist()) for one in demonstrations[:4]
+    ]
     call = f"{CALLS['hermes'][0]}<|im_end|>It is 1.<|im_end|>"
     single = "It is 2.<|im_end|>"
     assert texts == [f"{single}Yes.<|im_end|>", call, single, "Yes.<|im_end|>"]
-    _, token_ids, is_trained = demonstrations[4]
-    assert (token_ids.tolist(), is_trained.tolist()) == ([1, 2, 3], [False, True, False])
-    assert (report.num_rows, report.num_kept, report.warnings("x")) == (5, 5, [])
+    exact = demonstrations[4]
+    assert exact.token_ids.tolist() == [1, 2, 3]
+    assert exact.is_trained.tolist() == [False, True, False]
+    num_tokens = sum(np.count_nonzero(one.is_trained) for one in demonstrations)
+    assert report.summary() == f"5 of 5 demonstrations, {num_tokens} tokens train"
 
     # Arrow fills structs with null.
     pq.write_table(
         pa.Table.from_pylist([{"said": m} for m in (TWO, TOOLS)]), tmp_path / "x.parquet"
     )
-    (first, second), _ = read(renderer, tmp_path / "x.parquet", messages_column="said")
-    assert first[1].tolist() == demonstrations[0][1].tolist()
-    assert (second[1][second[2]].tolist()) == demonstrations[1][1][demonstrations[1][2]].tolist()
+    again, _ = read(renderer, tmp_path / "x.parquet", messages_column="said")
+    assert again[0].token_ids.tolist() == demonstrations[0].token_ids.tolist()
+    assert [renderer._chat.decode(one.token_ids[one.is_trained].tolist()) for one in again] == [
+        f"{single}Yes.<|im_end|>",
+        call,
+    ]
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
         ({"messages": "x"}, "column 'messages' "),
-        ({"prompt": "1?"}, "column 'response' must be the text of a response, got null"),
+        ({"prompt": "1?"}, "column 'response' must be a response, got null"),
         ({"response": "1"}, "column 'prompt' must be a text or a list"),
         ({"messages": TWO, "weight": -1}, "column 'weight' must be a number, at least 0, got -1"),
-        ({"messages": TWO, "tools": [SCHEMA]}, "has tools of its own, but the chat template"),
-        ({"token_ids": [1, 2], "is_trained": [True]}, "column 'token_ids' must be as long as"),
-        ({"token_ids": [1, 999], "is_trained": [False, True]}, "must have token_ids below 259"),
+        (
+            {"messages": TWO, "tools": [SCHEMA]},
+            "column 'messages' has tools of its own, but the chat template",
+        ),
+        ({"messages": [TWO[0], {**TWO[1], "weight": 0.5}]}, "column 'messages' must hold weights"),
+        ({"messages": TWO, "images": ["x"]}, "column 'images' is not in the prompt"),
+        *(
+            (row, "column 'token_ids' must be ids below 259, as many as column 'is_trained' has")
+            for row in (
+                {"token_ids": [1, 2], "is_trained": [True]},
+                {"token_ids": [1, 2]},
+                {"token_ids": 7, "is_trained": True},
+                {"token_ids": [], "is_trained": []},
+                {"token_ids": [1, 999], "is_trained": [False, True]},
+                {"token_ids": [-1, 1], "is_trained": [False, True]},
+                {"token_ids": [1, 2.5], "is_trained": [False, True]},
+            )
+        ),
     ],
 )
 def test_a_bad_row_is_named_or_counted(
@@ -362,10 +384,7 @@ def test_a_bad_row_is_named_or_counted(
     demonstrations, report = read(make(), path, skips_bad=True)
 
     assert (len(demonstrations), report.num_rows, report.num_bad) == (1, 2, 1)
-    [line] = report.warnings("demonstrations")
-    assert line.startswith(
-        "demonstrations: 1 of 2 rows are bad and were left out (data.on_bad_row)"
-    )
+    assert f"; 1 bad rows left out (data.on_bad_row), first: {path}:2: " in report.summary()
 
 
 @pytest.mark.parametrize(("truncation", "lengths"), [("drop", [3]), ("truncate", [3, 4])])
@@ -380,10 +399,10 @@ def test_long_demonstrations_are_dropped_or_cut_and_counted(
 
     demonstrations, report = read(renderer, write_jsonl(tmp_path / "x.jsonl", *rows))
 
-    assert [len(token_ids) for _, token_ids, _ in demonstrations] == lengths
+    assert [len(one.token_ids) for one in demonstrations] == lengths
     assert (report.num_too_long, report.num_kept) == (2, len(lengths))
     assert report.num_trained == (2 if truncation == "drop" else 5)
-    assert "2 of 3 rows are longer than demonstrations.max_tokens" in report.warnings("x")[0]
+    assert "; 2 exceed demonstrations.max_tokens" in report.summary()
 
 
 def test_a_tokenizer_that_puts_a_space_before_every_text_is_refused(

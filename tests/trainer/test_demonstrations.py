@@ -162,8 +162,8 @@ def rows() -> list[Row]:
 def dump(tmp_path_factory: pytest.TempPathFactory, random_model: Path, rows: list[Row]) -> Path:
     """All rows as a batch."""
     root = tmp_path_factory.mktemp("dump")
-    section = {"sequences_per_step": NUM_ROWS, "shuffle": False}
-    source = _source(_config(root, random_model, rows, demonstrations=section))
+    sections = {"demonstrations": {"sequences_per_step": NUM_ROWS}, "data": {"shuffle": False}}
+    source = _source(_config(root, random_model, rows, **sections))
     (root / "batch.parquet").write_bytes(source.collect(1).content)
     return root / "batch.parquet"
 
@@ -285,8 +285,8 @@ def test_a_resumed_run_with_other_demonstrations_is_refused(
     ("sections", "rule"),
     [
         (
-            {"rollout": {"temperature": 0.5}},
-            "rollout.temperature: must be 1 for demonstrations alone",
+            {"algorithm": {"updates_per_batch": 3}},
+            "updates_per_batch: must divide demonstrations.sequences_per_step = 4",
         ),
         (
             {"demonstrations": {"max_tokens": 4096}},
