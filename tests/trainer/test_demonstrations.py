@@ -39,6 +39,9 @@ MIXED = {
     "demonstrations": {"coefficient": COEFFICIENT, "share": 1},
 }
 
+WITHOUT_ADVANTAGES = {"objective": "bapo", "behaviour": "recomputed", "advantage": "none"}
+"""Scorers compute nothing, and the objective collects demonstrations alone."""
+
 
 class Row(NamedTuple):
     """A demonstration as tokens."""
@@ -194,7 +197,7 @@ def test_mixed_demonstrations_add_their_weighted_mean_times_the_coefficient(
     (tmp_path / "beside").write_bytes(
         _source(_config(tmp_path, random_model, rows)).collect(1).content
     )
-    algorithm = MIXED | ({} if has_advantages else {"advantage": "none"})
+    algorithm = MIXED if has_advantages else MIXED | WITHOUT_ADVANTAGES
     layouts = LAYOUTS[ranks]
     arguments = (ranks, random_model, sampled, layouts, algorithm)
     [mixed, *_] = run_ranks(_gradients_in, *arguments, tmp_path / "beside")
@@ -269,6 +272,26 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(
     assert epochs[0] != epochs[1]
     assert epochs[0] != list("01234567")
     assert source.steps_per_epoch == 2
+
+
+def test_held_out_rows_are_sent_in_batches(
+    tmp_path: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = _rows(5, is_weighted=False)
+    config = _config(tmp_path, random_model, rows)
+    section = config.demonstrations.model_copy(update={"heldout": config.demonstrations.train})
+    monkeypatch.setattr("bapo_megatron.rollout.demonstrations._BATCH_ROWS", 2)
+    source = _source(config.model_copy(update={"demonstrations": section}))
+    assert source.num_heldout_batches == 3
+    batches = [decode_batch(source.heldout(number)) for number in (1, 2, 3)]
+    assert [batch.step for batch in batches] == [1, 2, 3]
+    ids = [
+        np.concatenate([s.prompt.token_ids, s.response_token_ids]).tolist()
+        for batch in batches
+        for s in batch.samples
+    ]
+    # Tokens after the last one that trains predict nothing.
+    assert [row.ids[: len(found)] for row, found in zip(rows, ids, strict=True)] == ids
 
 
 def test_a_resumed_run_with_other_demonstrations_is_refused(
