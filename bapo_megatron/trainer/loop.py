@@ -179,8 +179,8 @@ class Run:
                 if config.rollout.colocated and source is not None:
                     source.release_memory()
             if config.num_demonstrations:
-                shown = opening.demonstrations
-                steps = None if shown is None else str(shown.num_steps).encode()
+                demonstrations = opening.demonstrations
+                steps = None if demonstrations is None else str(demonstrations.num_steps).encode()
                 config = config.with_steps(int(broadcast_bytes(steps, groups)))
             updates_per_step = config.algorithm.updates_per_batch * config.algorithm.epochs
             seed_everything(config.seed, groups)
