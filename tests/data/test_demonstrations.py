@@ -288,6 +288,13 @@ def test_system_prompt_and_suffix_are_those_of_the_run_s_prompts(make: Make) -> 
         (CHAT_TEMPLATE, with_fields(TWO, "reasoning"), "leaves out 'Hm.'; remove it"),
         (R1, TWO, r"does not begin with its prompt, which ends in '.*<think>.*; give reasoning"),
         (CHAT_TEMPLATE, TOOLS, r"leaves out \(role assistant\)"),
+        (
+            R1.replace(
+                "<think>\\n' }}", "' + ('<think>\\n' if messages[-1].role == 'user' else '') }}"
+            ),
+            with_thoughts([*TWO[:2], {"role": "tool", "content": "2"}, TWO[3]], *THOUGHTS),
+            "has reasoning in a turn whose prompt does not open it",
+        ),
         (CHAT_TEMPLATE, [{**m, "weight": 0} for m in TWO], "has no token to train"),
         ("{{ messages[-1].content }}", TWO, r"leaves out \(role user"),
     ],
