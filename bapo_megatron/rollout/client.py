@@ -101,14 +101,12 @@ class CollectorClient:
         self._opening = self.start(messages.OPEN, self._request)
 
     def wait_ready(self) -> None:
-        """See ``RolloutSource``."""
         if not self._is_connected:
             self._wait_opened()
             self._call(messages.CONNECT, None)
             self._is_connected = True
 
     def collect(self, step: int) -> EncodedBatch | None:
-        """See ``RolloutSource``."""
         self.wait_ready()
         path = self._call(messages.COLLECT, step)
         if path is None:
@@ -127,7 +125,6 @@ class CollectorClient:
         self._call(RESUME, ())
 
     def release_memory(self) -> None:
-        """See ``RolloutSource``."""
         self.wait_ready()
         import torch  # late: the collector is started before anything waits for torch
 
@@ -151,7 +148,6 @@ class CollectorClient:
     def start[RequestT, ResponseT](
         self, call: Call[RequestT, ResponseT], request: RequestT, /
     ) -> Callable[[], ResponseT]:
-        """See ``Caller``."""
         assert self._socket is not None, "launch comes first"
         number = next(self._call_numbers)
         with contextlib.suppress(ConnectionError):  # reported by the wait for the answer
@@ -177,7 +173,6 @@ class CollectorClient:
         return self._call(messages.EVALUATE, self._evaluation_of(step, resume=resume))
 
     def begin_evaluation(self, step: int) -> None:
-        """See ``RolloutSource``."""
         self.ensure_weights()
         self._call(messages.BEGIN_EVALUATION, self._evaluation_of(step))
 
@@ -195,7 +190,6 @@ class CollectorClient:
         return results
 
     def save(self, path: Path) -> Callable[[], None]:
-        """See ``RolloutSource``."""
         self._wait_opened()
         self._call(messages.SAVE, path.absolute())
 

@@ -308,7 +308,6 @@ class Decoder:
         return num_steps
 
     def score(self, token_ids: Sequence[int], start: int, top_k: int) -> Scores:
-        """See ``Engine.score``."""
         empty_RK = np.empty((0, top_k), np.float32)  # for a sequence without scored tokens
         parts = [(np.empty(0, np.float32), empty_RK.astype(np.int32), empty_RK)]
         with torch.inference_mode():

@@ -201,11 +201,9 @@ class LocalEngine:
         self._end_all(ServerGoneError(f"{ADDRESS}: {reason}"))
 
     async def version(self, timeout_s: float | None = None) -> str:
-        """Return the weights version."""
         return str(self._version)
 
     async def capabilities(self, timeout_s: float | None = None) -> Capabilities:
-        """Return its properties."""
         return Capabilities(
             num_ranks=1,
             methods=frozenset({"broadcast", "disk"}),
@@ -369,7 +367,6 @@ class LocalWeights:
         raise NotImplementedError
 
     async def load(self, model_dir: Path, *, version: int, timeout_s: float) -> None:
-
         def read() -> None:
             tensors: dict[str, Tensor] = {}
             for path in sorted(model_dir.glob("*.safetensors")):
@@ -392,15 +389,7 @@ class LocalWeights:
     def _copy(self, tensors: Mapping[str, Tensor], *, is_last: bool) -> None:
         """Copy tensors into the model, or add adapters; nothing if one is not the model's."""
         is_adapter = all(name.startswith(_PEFT_PREFIX) for name in tensors)
-        # A vision tower's language model is loaded without it, and without its part of the names.
-        # transformers has another name for Nemotron-H's backbone, too.
-        for there, here in ((".language_model.", "."), ("backbone.", "model.")):
-            tensors = {
-                name.removeprefix(_PEFT_PREFIX)
-                .replace(there, here, 1)
-                .removeprefix("language_model."): tensor
-                for name, tensor in tensors.items()
-            }
+        tensors = {_name_here(name): tensor for name, tensor in tensors.items()}
         if is_adapter:
             self._add(tensors)
             return
@@ -432,24 +421,21 @@ class LocalWeights:
     def _add(self, adapter: Mapping[str, Tensor]) -> None:
         """Set each weight W [O, I] that has an A [r, I] and a B [O, r] to W + α/r · B A."""
         pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        for name, b_Or in adapter.items():
-            if name.endswith("lora_A.weight"):
-                continue
-            layer = name.removesuffix("lora_B.weight")
-            weight, a_rI = (
-                self._parameters.get(f"{layer}weight"),
-                adapter.get(f"{layer}lora_A.weight"),
-            )
-            if weight is None or a_rI is None or weight.shape != (len(b_Or), a_rI.shape[1]):
+        for layer in dict.fromkeys(name.rpartition("lora_")[0] for name in adapter):
+            name = f"{layer}weight"
+            weight = self._parameters.get(name)
+            a_rI, b_Or = (adapter.get(f"{layer}lora_{part}.weight") for part in "AB")
+            shape = None if weight is None else tuple(weight.shape)
+            if a_rI is None or b_Or is None or shape != (len(b_Or), a_rI.shape[1]):
                 raise RolloutError(
-                    f"local: adapter '{name}' {tuple(b_Or.shape)} must belong to a weight of the "
-                    "model and have an A; send an adapter of the model in model.path"
+                    f"local: the adapter of '{name}' must be an A and a B that fit a weight of the "
+                    "model, got others; send an adapter of the model in model.path"
                 )
-            pairs[f"{layer}weight"] = a_rI, b_Or
-        if self._base.keys() - pairs.keys() or 2 * len(pairs) != len(adapter):
+            pairs[name] = a_rI, b_Or
+        if missing := self._base.keys() - pairs.keys():
             raise RolloutError(
-                f"local: the adapter has {len(adapter)} tensors, for {len(self._base)} weights "
-                "that earlier ones changed; send A and B of each of them"
+                f"local: the adapter must change '{min(missing)}', as an earlier one did, got "
+                f"{len(pairs)} others; send A and B of each linear that it adapts"
             )
         with torch.no_grad():
             for name, (a_rI, b_Or) in pairs.items():
@@ -463,6 +449,18 @@ class LocalWeights:
 
 _PEFT_PREFIX = "base_model.model."
 """Begins the names of A and B."""
+
+
+def _name_here(name: str) -> str:
+    """Return the model's name of a tensor that Hugging Face's, or PEFT's, name describes.
+
+    A language model is loaded without its vision tower's part of the names; transformers has
+    another name for Nemotron-H's backbone, too.
+    """
+    name = name.removeprefix(_PEFT_PREFIX).removeprefix("language_model.")
+    return name.replace(".language_model.", ".", 1).replace("backbone.", "model.", 1)
+
+
 _IN_FILES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """What files of MiniMax-M2 call parts of names."""
 
@@ -544,11 +542,9 @@ class LocalBackend:
     """None: the model is in this process."""
 
     def addresses(self) -> Sequence[str]:
-        """Return the only address."""
         return (ADDRESS,)
 
     async def connect(self, address: str) -> LocalEngine:
-        """Load ``model.path``."""
         try:
             model, stop_ids = await asyncio.to_thread(
                 load_model, self.model.path, self.model.dtype, self.device

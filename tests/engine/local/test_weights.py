@@ -168,8 +168,9 @@ async def test_adapters_compute_what_merged_weights_do_and_replace_each_other(
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("lora_A", r"adapter '.*lora_B.weight' \(.*\) must belong to a weight of the model"),
-        ("down_proj.lora", r"has 24 tensors, for 14 weights that earlier ones changed"),
+        ("lora_A", r"the adapter of '.*proj.weight' must be an A and a B that fit a weight"),
+        ("lora_B", r"the adapter of '.*proj.weight' must be an A and a B that fit a weight"),
+        ("down_proj.lora", r"must change 'model.layers.0.mlp.down_proj.weight', .* got 12 others"),
     ],
 )
 async def test_an_adapter_that_lacks_a_tensor_is_refused_and_changes_nothing(
