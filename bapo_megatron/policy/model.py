@@ -16,6 +16,7 @@ hidden size, V = columns of the padded vocabulary on this rank, T = response tok
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -159,34 +160,40 @@ class Model:
         self.finish_weights()
         dtype = self.chunks[0].config.params_dtype
         weights = self.gather_weights()
-        with fail_together(self.groups):
-            try:
-                if self.groups.rank == 0:
-                    with atomic_directory(directory, durable=durable) as temporary:
-                        kept = find_kept(self.hf, self.model_dir) if durable else {}
-                        tensors = weight_export.read_kept(kept)
-                        files = weight_export.plan_files(self.hf, dtype, max_file_bytes, tensors)
-                        content = chain(weights, tensors.items())
-                        weight_export.write_weights(content, files, temporary)
-                        weight_export.copy_companions(self.model_dir, temporary, dtype)
-            finally:
-                # The other ranks take part in every gather, also after a failure.
-                for _ in weights:
-                    pass
+
+        def write(temporary: Path) -> None:
+            kept = find_kept(self.hf, self.model_dir) if durable else {}
+            tensors = weight_export.read_kept(kept)
+            files = weight_export.plan_files(self.hf, dtype, max_file_bytes, tensors)
+            weight_export.write_weights(chain(weights, tensors.items()), files, temporary)
+            weight_export.copy_companions(self.model_dir, temporary, dtype)
+
+        self._write_together(write, weights, directory, durable=durable)
 
     def export_adapter(self, directory: Path, *, durable: bool = True) -> None:
         """Write the adapters as PEFT does, complete or not at all; see ``export_hf``."""
         assert self.lora is not None
         self.finish_weights()
         tensors = self.gather_adapters()
+        write = partial(write_adapter, tensors, self.hf, self.lora.config, self.model_dir)
+        self._write_together(write, tensors, directory, durable=durable)
+
+    def _write_together(
+        self,
+        write: Callable[[Path], None],
+        gathered: Iterator[object],
+        directory: Path,
+        *,
+        durable: bool,
+    ) -> None:
         with fail_together(self.groups):
             try:
                 if self.groups.rank == 0:
                     with atomic_directory(directory, durable=durable) as temporary:
-                        base = self.model_dir
-                        write_adapter(tensors, self.hf, self.lora.config, base, temporary)
+                        write(temporary)
             finally:
-                for _ in tensors:
+                # The other ranks take part in every gather, also after a failure.
+                for _ in gathered:
                     pass
 
     def run_schedule(
