@@ -95,15 +95,13 @@ class Grader:
             sample.reward_components = {**score.components, **score.metrics, **final.terms}
             sample.answer_found = score.answer_found
             episode.texts = response.turns or (response.text,)
-            episode.extracted, episode.reason = map(_storable, (score.extracted, score.reason))
+            episode.extracted, episode.reason = (
+                text.encode("utf-8", "replace").decode()  # no file can hold lone surrogates
+                for text in (score.extracted, score.reason)
+            )
 
     async def _shape(self, sample: Sample, response: Response, score: Score) -> ShapedReward:
         if self.shaping is None or sample.finish_reason is FinishReason.ENVIRONMENT:
             return ShapedReward(score.reward, {})
         token_ids_Q = np.concatenate([s.sampled_token_ids for s in sample.sequences])
         return await self.shaping.apply(score, response, token_ids_Q)
-
-
-def _storable(text: str) -> str:
-    """Replace lone surrogates, which no file can hold, by ``?``."""
-    return text.encode("utf-8", "replace").decode()

@@ -156,7 +156,11 @@ class SyncGroup:
             RolloutError: All members refused.
         """
         self.is_broken = True
-        refused = {e: str(error) for e, error in errors.items() if _is_refusal(error)}
+        refused = {  # they are intact, but do not do what the call asks for
+            entry: str(error)
+            for entry, error in errors.items()
+            if isinstance(error, RolloutError) and not isinstance(error, ServerGoneError)
+        }
         # After a malformed answer, too, the state of a server is unknown.
         lost = {
             entry: _describe(entry, error)
@@ -448,11 +452,6 @@ class WeightReceiver:
                 *(entry.engine.weights.leave_group(name, limit_s) for entry in left),
                 return_exceptions=True,  # a server may have restarted or be exiting
             )
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Whether a server is intact, but does not do what a call asks for."""
-    return isinstance(error, RolloutError) and not isinstance(error, ServerGoneError)
 
 
 def _describe(entry: PooledEngine, error: BaseException) -> str:
