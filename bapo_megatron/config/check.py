@@ -10,7 +10,7 @@ import operator
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bapo_megatron.config.data import DataConfig, DatasetConfig
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import MegatronConfig, ParallelConfig
 from bapo_megatron.config.reward import RewardFunctionConfig
+from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.runtime.calls import decode_json
 from bapo_megatron.runtime.files import read_regular
@@ -64,7 +65,8 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
     if config.has_engines:
         _check_positions(config, "rollout", config.rollout.max_response_tokens, max_positions)
         _check_eval_positions(config, max_positions)
-        _check_budget(config)
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        _check_fits(config, "data.max_prompt_tokens + rollout.max_response_tokens", longest)
     if config.num_demonstrations:
         key, limit = "demonstrations.max_tokens", config.demonstrations.max_tokens
         _check_fits(config, key, limit)
@@ -80,14 +82,11 @@ def check_settings(config: RunConfig, max_positions: int) -> None:
         )
     if config.checkpoint.best:
         _check_best(config)
-    rounds = config.rollout.engine == "local" and config.rollout.local.sampling_bits
-    if config.sends_adapters and (rounds or not config.model.lora.rank):
-        where = (
-            "local.sampling_bits, which rounds" if rounds else "model.lora.rank: 0, which has none"
-        )
+    bits = config.rollout.local.sampling_bits
+    if config.sends_adapters and (bits or not config.model.lora.rank):
+        other = f"rollout.local.sampling_bits: {bits}" if bits else "model.lora.rank: 0"
         raise ConfigError(
-            f"rollout.weight_sync.adapters: must not be adapter with {where}; set merged, or leave "
-            "it out"
+            f"rollout.weight_sync.adapters: must be merged with {other}, got adapter; leave it out"
         )
 
 
@@ -99,6 +98,22 @@ def _require_below(config: RunConfig, key: str, limit_key: str, *, or_equal: boo
             f"{key}: must be {'at most' if or_equal else 'below'} {limit_key} = {limit:g}, got "
             f"{value:g}; lower it, or raise {limit_key}"
         )
+
+
+def check_allowed(
+    rollout: RolloutConfig, allowed: Iterable[tuple[str, tuple[object, ...], str]], setting: str
+) -> None:
+    """Check keys of ``rollout``: each with the values that ``setting`` allows, and why no others.
+
+    Raises:
+        ConfigError: Key, rule, value and remedy.
+    """
+    for key, values, reason in allowed:
+        if (value := operator.attrgetter(key)(rollout)) not in values:
+            raise ConfigError(
+                f"rollout.{key}: must be {' or '.join(map(str, values))} with {setting}, got "
+                f"{str(value)[:80]}: {reason}; set it, or change {setting.partition(':')[0]}"
+            )
 
 
 def check_eval_config(config: RunConfig) -> None:
@@ -279,13 +294,8 @@ def _check_generation(config: RunConfig) -> None:
         _require_below(config, limited, limit, or_equal=True)
 
 
-def _check_budget(config: RunConfig) -> None:
-    """Every sequence that generation may produce fits one forward pass of the trainer."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    _check_fits(config, "data.max_prompt_tokens + rollout.max_response_tokens", longest)
-
-
 def _check_fits(config: RunConfig, key: str, longest: int) -> None:
+    """Check that a sequence of the longest length fits one forward pass of the trainer."""
     per_sequence, total = packing_multiples(config.parallel, config.megatron)
     ranks, budget = config.parallel.context, config.train.max_tokens_per_micro_batch
     if ranks * budget // total * total < -(-longest // per_sequence) * per_sequence:

@@ -433,8 +433,8 @@ class RunConfig(Section):
         rollout = self.rollout
         if rollout.weight_sync.adapters is not None:
             return rollout.weight_sync.adapters == "adapter"
-        has_adapters = self.model.lora.rank > 0
-        return has_adapters and rollout.engine == "local" and not rollout.local.sampling_bits
+        is_exact = rollout.engine == "local" and not rollout.local.sampling_bits
+        return is_exact and self.model.lora.rank > 0
 
     @field_validator("rollout")
     @classmethod

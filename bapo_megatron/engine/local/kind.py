@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from bapo_megatron.config.check import check_model_dir
+from bapo_megatron.config.check import check_allowed, check_model_dir
 from bapo_megatron.config.load import ConfigError
 
 if TYPE_CHECKING:
@@ -44,12 +43,7 @@ class LocalKind:
     model_types = MODEL_TYPES
 
     def check(self, config: RunConfig, *, is_here: bool = True) -> None:
-        for key, allowed, reason in _ALLOWED:
-            if (value := operator.attrgetter(key)(config.rollout)) not in allowed:
-                raise ConfigError(
-                    f"rollout.{key}: must be {' or '.join(map(str, allowed))} with rollout.engine="
-                    f"local, got {str(value)[:80]}: {reason}; leave it out, or use another engine"
-                )
+        check_allowed(config.rollout, _ALLOWED, "rollout.engine: local")
         hf_config = check_model_dir(config.model.path)
         names = ("model_type", "use_sliding_window", "layer_types")
         model_type, is_sliding, layers = map(hf_config.get, names)

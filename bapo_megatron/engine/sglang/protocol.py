@@ -382,22 +382,20 @@ def check_adapters(address: str, info: Mapping[str, Any], lora: LoraConfig | Non
     One with adapters keeps the base, which merged weights would replace.
     """
     is_on, targets = bool(info["enable_lora"]), info["lora_target_modules"] or ()
-    if lora is None and not is_on:
-        return
     if lora is None:
-        expected, remedy = "no --enable-lora", "without it"
+        expected, remedy, is_right = "no --enable-lora", "without it", not is_on
     else:
         expected, remedy = f"--enable-lora, rank {lora.rank}", "with serve and this configuration"
         wanted = {*(lora.targets or LORA_TARGETS)}
         is_right = is_on and info["max_lora_rank"] >= lora.rank and wanted <= {*targets}
-        if is_right and info["dp_size"] == info["pp_size"] == 1 and info["load_format"] != "dummy":
-            return
-    raise RolloutError(
-        f"{address}: must have {expected} by model.lora and rollout.weight_sync.adapters, got "
-        f"enable_lora {info['enable_lora']}, rank {info['max_lora_rank']}, targets {targets}, "
-        f"load_format {info['load_format']}, dp_size {info['dp_size']} and pp_size "
-        f"{info['pp_size']}; start it {remedy}"
-    )
+        is_right &= info["dp_size"] == info["pp_size"] == 1 and info["load_format"] != "dummy"
+    names = ("enable_lora", "max_lora_rank", "load_format", "dp_size", "pp_size")
+    if not is_right:
+        raise RolloutError(
+            f"{address}: must have {expected} by model.lora and rollout.weight_sync.adapters, got "
+            f"{', '.join(f'{name} {info[name]}' for name in names)}, targets {targets}; start it "
+            f"{remedy}"
+        )
 
 
 def check_architecture(address: str, served: Sequence[str] | None, model_dir: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
-from bapo_megatron.config.check import check_heads, check_model_dir, check_unique
+from bapo_megatron.config.check import check_allowed, check_heads, check_model_dir, check_unique
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.section import split_address
 from bapo_megatron.engine.sglang.keys import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE
@@ -33,6 +32,10 @@ _ADAPTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Models whose adapters the tests run in SGLang."""
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Their linears; SGLang joins those before ``o_proj``, and those before ``down_proj``."""
+_DRAFT_SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("colocated", (False,), "a server that releases its memory loses the draft model"),
+    ("weight_sync.method", ("broadcast", "tensor"), "the draft model would load the policy's"),
+)
 _LORA_SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("weight_sync.method", ("tensor", "disk"), "SGLang takes no adapter from a group"),
     ("weight_sync.in_flight", ("abort",), "a paused request keeps the adapter that it began with"),
@@ -40,7 +43,7 @@ _LORA_SETTINGS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("server.quantization", ("none",), "log-probs of adapters on a rounded base are not tested"),
     ("server.speculative.method", ("none",), "drafts with adapters are not tested"),
 )
-"""Keys of ``rollout``, the values with which SGLang takes adapters, and why no others."""
+"""Keys of ``rollout``, the values with which SGLang drafts, or takes adapters; why no others."""
 _KEYED_ARGUMENTS = {"--speculative": "speculative", "--quantization": "quantization"}
 """Beginnings of SGLang's arguments that are keys of ``rollout.server``."""
 _SECRET_ARGUMENTS = {"--api-key": API_KEY_VARIABLE, "--admin-api-key": ADMIN_API_KEY_VARIABLE}
@@ -179,40 +182,28 @@ def check_acceleration(config: RunConfig) -> None:
             "algorithm.router_replay: must not be rollout with rollout.server.speculative.method: "
             f"{method}: SGLang may not return the experts of accepted tokens; change one of them"
         )
-    # A release keeps no weights, and from disk the draft model would load the policy's.
-    for key, refused in (("colocated", True), ("weight_sync.method", "disk")):
-        if operator.attrgetter(key)(rollout) == refused:
-            raise ConfigError(
-                f"rollout.{key}: must not be {str(refused).lower()} with "
-                f"rollout.server.speculative.method: {method}, whose draft weights would be lost; "
-                "change one of them"
-            )
+    check_allowed(rollout, _DRAFT_SETTINGS, f"rollout.server.speculative.method: {method}")
 
 
 def check_adapters(config: RunConfig) -> None:
     """Check that SGLang can take adapters in place of merged weights."""
     if not config.sends_adapters:
         return
-    key = "with rollout.weight_sync.adapters: adapter"
-    for name, allowed, reason in _LORA_SETTINGS:
-        if (value := operator.attrgetter(name)(config.rollout)) not in allowed:
-            raise ConfigError(
-                f"rollout.{name}: must be {' or '.join(map(str, allowed))} {key}, got {value}: "
-                f"{reason}; set it, or rollout.weight_sync.adapters=merged"
-            )
+    setting = "rollout.weight_sync.adapters: adapter"
+    check_allowed(config.rollout, _LORA_SETTINGS, setting)
     model_type = check_model_dir(config.model.path).get("model_type")
     if model_type not in _ADAPTED_MODEL_TYPES:
         raise ConfigError(
-            f"model.path: model_type must be one of {', '.join(_ADAPTED_MODEL_TYPES)} {key}, got "
-            f"{model_type}; set rollout.weight_sync.adapters=merged"
+            f"model.path: model_type must be one of {', '.join(_ADAPTED_MODEL_TYPES)} with "
+            f"{setting}, got {model_type}; set rollout.weight_sync.adapters=merged"
         )
     targets = {*(config.model.lora.targets or LORA_TARGETS)}
     for joined in ({*LORA_TARGETS[:3]}, {*LORA_TARGETS[4:6]}):
         if targets & joined and joined - targets:
             raise ConfigError(
-                f"model.lora.targets: must name all or none of {', '.join(sorted(joined))} {key}, "
-                f"got {', '.join(sorted(targets))}: SGLang has one layer for them; name the "
-                "others, or set rollout.weight_sync.adapters=merged"
+                f"model.lora.targets: must name all or none of {', '.join(sorted(joined))} with "
+                f"{setting}, got {', '.join(sorted(targets))}: SGLang has one layer for them; name "
+                "the others, or set rollout.weight_sync.adapters=merged"
             )
 
 
