@@ -127,13 +127,13 @@ def open_source(
         return ReplaySource(config.replay.dumps)
     if demonstrations is not None and config.imitates:
         return demonstrations
-
-    asks = config.rollout.weight_sync.adapters is None
-    if asks and config.model.lora.rank and not config.sends_adapters:
-        reason = "it decodes with adapters at an unmeasured speed"
-        if config.rollout.engine == "local":
-            reason = "rollout.local.sampling_bits rounds the weights"
-        say(f"merged weights are sent to the engine: {reason} (rollout.weight_sync.adapters)")
+    by_default = config.rollout.weight_sync.adapters is None
+    if by_default and config.model.lora.rank and not config.sends_adapters:
+        bits = config.rollout.local.sampling_bits
+        reason = f"rollout.local.sampling_bits: {bits} rounds whole weights"
+        if bits is None:
+            reason = f"{config.rollout.engine} has not been measured with unmerged adapters"
+        say(f"weight syncs send merged weights: {reason} (rollout.weight_sync.adapters)")
 
     def on_progress(text: str) -> None:
         progress.update(text)

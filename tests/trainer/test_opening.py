@@ -3,6 +3,7 @@
 import shlex
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,7 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.sglang.kind import SglangKind
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.trainer import check, opening
-from bapo_megatron.trainer.opening import open_run, write_config
+from bapo_megatron.trainer.opening import open_run, open_source, write_config
 from bapo_megatron.trainer.stopping import Stopping
 from tests.config.files import run_config
 from tests.launch import REPOSITORY
@@ -144,6 +145,32 @@ def test_keys_that_an_earlier_version_did_not_have_are_no_other_settings(tmp_pat
     write_config(config)
     assert capsys.readouterr().err == ""
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "reason"),
+    [
+        ({"engine": "sglang"}, "sglang has not been measured with unmerged adapters"),
+        (
+            {"engine": "local", "local": {"sampling_bits": 8}},
+            "rollout.local.sampling_bits: 8 rounds whole weights",
+        ),
+        ({"engine": "local"}, ""),
+        ({"engine": "sglang", "weight_sync": {"adapters": "merged"}}, ""),
+    ],
+)
+def test_a_run_says_why_its_adapters_are_merged_unless_it_asks_for_that(
+    rollout: dict[str, Any],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(opening, "CollectorClient", Mock())
+    config = run_config(tmp_path, rollout=rollout, model={"path": "m", "lora": {"rank": 4}})
+    open_source(config, Mock(), Mock(), Stopping(config.train))
+    text = f"weight syncs send merged weights: {reason} (rollout.weight_sync.adapters)\n"
+    assert capsys.readouterr().err == (text if reason else "")
 
 
 def test_an_earlier_configuration_that_is_damaged_is_refused(tmp_path) -> None:
