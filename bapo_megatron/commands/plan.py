@@ -51,7 +51,9 @@ def command(
     ] = None,
     trainer_gpus: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_GPUS, help="Those that train; default: by rollout, or half."),
+        typer.Option(
+            min=1, max=MAX_GPUS, help="Those that train; default: all that do not sample."
+        ),
     ] = None,
     gpu: GpuOption = "H100",
     gpu_memory: GpuMemoryOption = None,
@@ -208,6 +210,8 @@ def _verdicts(plan: Plan) -> list[str]:
         needs += f", {_gb(plan.sampling_bytes)} GB while servers sample,"
     if plan.host_bytes_per_node:
         host = f", and {_gb(plan.host_bytes_per_node)} GB of host memory per node"
+        if limit_bytes := assumptions.host_memory_bytes:
+            host += f" of {_gb(limit_bytes)} GB"
     return [
         f"{needs} + {_gb(assumptions.reserve_bytes)} GB reserve of "
         f"{_gb(assumptions.gpu_memory_bytes)} GB{host}: {answer}",

@@ -105,6 +105,11 @@ def stage_adapters(hf: HfConfig, lora: LoraConfig, layout: Layout, stage: int) -
     return experts, sum(count(part.shared, layout.tensor) for part in parts)
 
 
+def adapter_parameters(hf: HfConfig, lora: LoraConfig) -> int:
+    """Return the parameters of all adapters of the whole model."""
+    return sum(stage_adapters(hf, lora, Layout(), 0))
+
+
 def visited_parameters(hf: HfConfig, sequences: int = 1) -> float:
     """Return the parameters that as many tokens at once visit on average, experts drawn evenly.
 
@@ -273,7 +278,7 @@ class RolloutMemory:
     kv_bytes_per_token: float
     """KV cache of one token, over all layers, on this GPU."""
     state_bytes: float
-    """State of one sequence's gated delta nets, on this GPU, whatever its length."""
+    """State of one sequence's recurrences, on this GPU, whatever its length."""
     kv_cache_bytes: float
     """What ``rollout.server.mem_fraction`` leaves beside the weights, or max_total_tokens need."""
     kv_cache_tokens: int
@@ -387,8 +392,7 @@ def disk_use(case: Scenario, work: Workload) -> list[DiskUse]:
     dumps = min(steps, rollout.keep_dumps or steps) if rollout.dump else 0
     checkpoint_bytes = (case.element_bytes + OPTIMIZER_BYTES) * parameters
     if (lora := config.model.lora).rank:
-        adapters = sum(stage_adapters(case.hf, lora, Layout(), 0))
-        checkpoint_bytes = (FLOAT32_BYTES + OPTIMIZER_BYTES) * adapters
+        checkpoint_bytes = (FLOAT32_BYTES + OPTIMIZER_BYTES) * adapter_parameters(case.hf, lora)
     uses = [
         DiskUse("checkpoint", checkpoint_bytes, num_checkpoints),
         DiskUse("its unfinished samples", buffer_bytes, num_checkpoints),

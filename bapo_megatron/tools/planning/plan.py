@@ -250,14 +250,21 @@ def _trainer_gpus(config: RunConfig, options: PlanOptions) -> int | None:
     if gpus is None:
         return trainer_gpus
     if not config.rollout.has_own_gpus:
+        if trainer_gpus not in (None, gpus):
+            raise ValueError(
+                f"--trainer-gpus: must be all {gpus} of --gpus where they sample, too, got "
+                f"{trainer_gpus}; leave it out"
+            )
         return gpus
-    trainer_gpus = trainer_gpus or gpus - (_server_gpus(config) or gpus // 2)
-    if not 0 < trainer_gpus < gpus:
+    server_gpus = _server_gpus(config) or max(1, gpus // 2)
+    num_training = trainer_gpus or gpus - server_gpus
+    if not 0 < num_training < gpus:
+        others = f"{trainer_gpus} that train" if trainer_gpus else f"{server_gpus} of the servers"
         raise ValueError(
-            f"--gpus: must exceed the {trainer_gpus} that train, and those of the servers, got "
-            f"{gpus}; give more, or share them (rollout.colocated=true)"
+            f"--gpus: must exceed the {others}, got {gpus}; give more, or share them "
+            "(rollout.colocated=true)"
         )
-    return trainer_gpus
+    return num_training
 
 
 def _placement(config: RunConfig) -> Placement:
@@ -433,24 +440,23 @@ def choose_layout(
             f"--gpus: must be whole nodes of {node_gpus} GPUs beyond one node, got {gpus}; give "
             f"{gpus // node_gpus * node_gpus}"
         )
-    longest = response_tokens = config.rollout.max_response_tokens
-    shortest = min(longest, min_response_tokens)
-    while response_tokens >= shortest:
+    lengths = [config.rollout.max_response_tokens]
+    while (half := lengths[-1] // 2) >= min_response_tokens:
+        lengths.append(half)
+    for response_tokens, way in product(lengths, ways):
         shorter = with_values(config, rollout={"max_response_tokens": response_tokens})
-        for way in ways:
-            fitting = _fitting(with_values(shorter, **WAYS[way]), hf, options, gpus)
-            if (first := next(fitting, None)) is None:
-                continue
-            if first[1].assumptions.placement != "colocated":
-                return first
-            in_turns = [first, *(c for c in fitting if c[0].rollout.colocated)]
-            limit_s = _EQUAL_TIME_RATIO * min(plan.step_s for _, plan in in_turns)
-            return next(choice for choice in in_turns if choice[1].step_s <= limit_s)
-        response_tokens //= 2
+        fitting = _fitting(with_values(shorter, **WAYS[way]), hf, options, gpus)
+        if (first := next(fitting, None)) is None:
+            continue
+        if not first[0].rollout.colocated:
+            return first
+        in_turns = [first, *(c for c in fitting if c[0].rollout.colocated)]
+        limit_s = _EQUAL_TIME_RATIO * min(plan.step_s for _, plan in in_turns)
+        return next(choice for choice in in_turns if choice[1].step_s <= limit_s)
     raise ValueError(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} "
         f"({model_parameters(hf):,} parameters, in the trainer and in servers) with responses of "
-        f"{shortest} tokens, not even with recomputation, the optimizer in host memory"
+        f"{lengths[-1]} tokens, not even with recomputation, the optimizer in host memory"
         f"{' or LoRA' * ('lora' in ways)}; give more GPUs, fewer --response-tokens, or a smaller "
         "model"
     )
@@ -520,12 +526,13 @@ def _with_fraction(config: RunConfig, plan: Plan, *, fills: bool) -> RunConfig:
     memory, assumptions, server = plan.rollout, plan.assumptions, config.rollout.server
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     percent_bytes = assumptions.gpu_memory_bytes / 100
-    needed_bytes = memory.weights_bytes + longest * memory.kv_bytes_per_token + memory.state_bytes
+    cache_bytes = (longest + 1) * memory.kv_bytes_per_token  # a server has whole tokens
+    needed_bytes = memory.weights_bytes + cache_bytes + memory.state_bytes
     percent = math.ceil(needed_bytes / percent_bytes)
     if fills:
         kept_bytes = plan.sampling_bytes + assumptions.reserve_bytes
         free = 100 * (1 + server.mem_fraction) - kept_bytes / percent_bytes
-        percent = min(round(100 * ServerConfig().mem_fraction), math.floor(free))
+        percent = max(percent, min(round(100 * ServerConfig().mem_fraction), math.floor(free)))
     return with_values(config, rollout={"server": {"mem_fraction": percent / 100}})
 
 

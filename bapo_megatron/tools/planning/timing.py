@@ -19,6 +19,7 @@ from bapo_megatron.policy.mixers.base import FLOAT32_BYTES
 from bapo_megatron.tools.planning.memory import (
     RolloutMemory,
     StageMemory,
+    adapter_parameters,
     model_parameters,
     visited_parameters,
     waiting_parameters,
@@ -253,7 +254,7 @@ def _read_bytes(case: Scenario, memory: RolloutMemory, sequences: int) -> float:
 
 
 def weight_sync_time(case: Scenario) -> PhaseTime:
-    """Estimate a sync of all weights.
+    """Estimate a sync of all weights, or of the adapters alone.
 
     With ``disk`` rank 0 writes them to the shared file system and the servers read them. Otherwise
     they pass once through rank 0's link to the servers, which pass them on to each other meanwhile:
@@ -262,6 +263,8 @@ def weight_sync_time(case: Scenario) -> PhaseTime:
     """
     assumptions = case.assumptions
     size = case.element_bytes * model_parameters(case.hf)
+    if case.config.sends_adapters:
+        size = FLOAT32_BYTES * adapter_parameters(case.hf, case.config.model.lora)
     if case.config.rollout.weight_sync.method == "disk":
         seconds = 2 * size / assumptions.disk_bytes_per_s
     elif assumptions.placement == "colocated" and case.layout.gpus == 1:

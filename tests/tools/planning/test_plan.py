@@ -377,21 +377,32 @@ def test_a_rollout_ends_with_its_longest_response_unless_it_is_resumed() -> None
 
 
 @pytest.mark.parametrize(
-    ("method", "node_gpus", "bytes_per_s"),
+    ("method", "node_gpus", "bytes_per_s", "lora", "num_bytes"),
     [
-        ("broadcast", 8, 0.7 * 450e9),  # trainer and servers are 8 GPUs
-        ("broadcast", 4, 0.7 * 50e9),
-        ("tensor", 8, 0.7 * 450e9),
-        ("disk", 8, 2e9 / 2),  # written, then read
+        ("broadcast", 8, 0.7 * 450e9, {}, 2 * 7_615_616_512),  # trainer and servers are 8 GPUs
+        ("broadcast", 4, 0.7 * 50e9, {}, 2 * 7_615_616_512),
+        ("tensor", 8, 0.7 * 450e9, {}, 2 * 7_615_616_512),
+        ("disk", 8, 2e9 / 2, {}, 2 * 7_615_616_512),  # written, then read
+        ("disk", 8, 2e9 / 2, {"rank": 8}, 2 * 7_615_616_512),  # merged
+        # 28 layers of q, k, v, o, gate, up and down, A and B of rank 8 each, in float32.
+        (
+            "disk adapter",
+            8,
+            2e9 / 2,
+            {"rank": 8},
+            4 * 28 * 8 * (2 * 7168 + 2 * 4096 + 3 * (3584 + 18944)),
+        ),
     ],
 )
 def test_new_weights_take_the_way_that_is_configured(
-    method: str, node_gpus: int, bytes_per_s: float
+    method: str, node_gpus: int, bytes_per_s: float, lora: dict[str, int], num_bytes: int
 ) -> None:
-    rollout = {**RUN_7B["rollout"], "weight_sync": {"method": method}}
-    plan = plan_7b(PlanOptions(trainer_gpus=4, node_gpus=node_gpus), rollout=rollout)
+    sync = dict(zip(("method", "adapters"), method.split(), strict=False))
+    rollout = {**RUN_7B["rollout"], "weight_sync": sync}
+    options = PlanOptions(trainer_gpus=4, node_gpus=node_gpus)
+    plan = plan_7b(options, rollout=rollout, model={"path": "models/none", "lora": lora})
     assert plan.phases[-1].name == "weight sync"
-    assert plan.phases[-1].seconds == pytest.approx(2 * 7_615_616_512 / bytes_per_s)
+    assert plan.phases[-1].seconds == pytest.approx(num_bytes / bytes_per_s)
 
 
 def test_the_bubble_is_that_of_the_schedules() -> None:
@@ -410,8 +421,14 @@ def test_the_bubble_is_that_of_the_schedules() -> None:
     ("options", "changes", "place"),
     [
         ({"trainer_gpus": 6}, {}, "--trainer-gpus: .* = 4, got 6; give 8"),
-        ({"gpus": 8, "trainer_gpus": 8}, {}, "--gpus: must exceed the 8 that train, .* got 8"),
-        ({"gpus": 1}, {}, "--gpus: .* got 1; give more, or share"),
+        ({"gpus": 8, "trainer_gpus": 8}, {}, "--gpus: must exceed the 8 that train, got 8"),
+        ({"gpus": 1}, {}, "--gpus: must exceed the 1 of the servers, got 1; give more, or share"),
+        (
+            {"gpus": 4},
+            {"rollout": {**DIVIDED, "server": {"count": 6, "first_gpu": 2}}},
+            "--gpus: must exceed the 6 of the servers, got 4",
+        ),
+        ({"gpus": 8, "trainer_gpus": 4}, {"rollout": COLOCATED}, "--trainer-gpus: .* got 4"),
         ({"gpu": "H300"}, {}, "--gpu: .* got 'H300'"),
         ({}, {"parallel": {"tensor": 8}}, "parallel.tensor: .* num_attention_heads = 28"),
         ({}, {"parallel": {"tensor": 7}}, "parallel.tensor: .* num_key_value_heads = 4"),
