@@ -99,8 +99,8 @@ def command(
         int | None,
         typer.Option(
             min=1,
-            help="Maximum, within the model's positions; default: 8192, shortened to "
-            f"{MIN_RESPONSE_TOKENS} at least if GPUs lack memory; on a CPU 256.",
+            help="Maximum, within the model's positions; default: 8192, halved if the GPUs lack "
+            f"memory, but at least {MIN_RESPONSE_TOKENS}; on a CPU: 256.",
         ),
     ] = None,
     prompt_column: Annotated[str, typer.Option(help="Default: by the file's columns.")] = "",
@@ -155,9 +155,9 @@ def command(
         if key.startswith(_SAVINGS) and values[key] != before[key]
     ]
     needs = f"{_hardware(plan)}:\n{_peaks(plan)}\n" if plan is not None else ""
-    to_fit = f"to fit, it has\n{''.join(chosen)}" if chosen else ""
+    savings = f"settings that save memory:\n{''.join(chosen)}" if chosen else ""
     next_commands = _next_commands(target, plan, options)
-    typer.echo(f"wrote {target}; {needs}{to_fit}look through it, and then\n\n{next_commands}")
+    typer.echo(f"wrote {target}; {needs}{savings}look through it, and then\n\n{next_commands}")
 
 
 def _read_inputs(model: ModelConfig, train_set: TrainSetConfig) -> _Inputs:
@@ -254,18 +254,20 @@ def _on_cpu(draft: RunConfig) -> RunConfig:
 
 def _hardware(plan: Plan) -> str:
     """Which GPUs train, and which sample."""
-    division = "sampling in turns" if plan.sampling_bytes else "the others sample"
-    return f"for {plan.gpus} {plan.assumptions.gpu.name}: {plan.trainer_gpus} train, {division}"
+    hardware, num_training = f"for {plan.gpus} {plan.assumptions.gpu.name}", plan.trainer_gpus
+    if num_training < plan.gpus:
+        return f"{hardware}: {num_training} train, {plan.gpus - num_training} sample"
+    both = "trains and samples" if plan.gpus == 1 else "train and sample"
+    return f"{hardware}, which {both} in turns"
 
 
 def _peaks(plan: Plan) -> str:
     """The peaks of both phases on the fullest GPU, in GB, and what a node's host memory holds."""
     phases = {"training": plan.worst_stage.total_bytes, "sampling": plan.sampling_bytes}
-    peaks = [f"{name} {size / 1e9:.1f}" for name, size in phases.items() if size]
-    of_host = f"; host memory {plan.host_bytes_per_node / 1e9:,.0f} GB per node"
-    of_host *= bool(plan.host_bytes_per_node)
-    total_gb = plan.assumptions.gpu_memory_bytes / 1e9
-    return f"Peak memory by `plan`: {', '.join(peaks)} of {total_gb:.0f} GB{of_host}"
+    peaks = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in phases.items() if size)
+    text = f"Peak memory by `plan`: {peaks} of {plan.assumptions.gpu_memory_bytes / 1e9:.0f} GB"
+    host_gb = plan.host_bytes_per_node / 1e9
+    return f"{text}; host memory {host_gb:,.0f} GB per node" if host_gb else text
 
 
 def _as_yaml(config: RunConfig, inputs: _Inputs, plan: Plan | None) -> str:
@@ -380,16 +382,18 @@ def _next_commands(target: Path, plan: Plan | None, options: PlanOptions) -> str
         commands = ("data show {}", "config {}", "train {} --resume")
         return "\n".join(f"{run} {command.format(file)}" for command in commands)
     node_gpus, ranks, gpus = plan.assumptions.node_gpus, plan.trainer_gpus, plan.gpus
-    hardware = f"--gpus {gpus} --gpu {plan.assumptions.gpu.name}"
-    for flag, value in (
-        ("trainer-gpus", ranks * (ranks < gpus)),
-        ("node-gpus", node_gpus * (node_gpus != PlanOptions().node_gpus)),
-        ("gpu-memory", options.gpu_memory_gb),
-        ("host-memory", options.host_memory_gb),
-    ):
-        hardware += f" --{flag} {value}" if value else ""
-    hardware += " --local-layers" * (options.layers == "local")
-    lines = [f"{run} data show {file}", f"{run} config {file}", f"{run} plan {file} {hardware}"]
+    values = {
+        "gpus": gpus,
+        "gpu": plan.assumptions.gpu.name,
+        "trainer-gpus": ranks if ranks < gpus else None,
+        "node-gpus": node_gpus if node_gpus != PlanOptions().node_gpus else None,
+        "gpu-memory": options.gpu_memory_gb,
+        "host-memory": options.host_memory_gb,
+    }
+    flags = [f"--{flag} {value}" for flag, value in values.items() if value is not None]
+    flags += ["--local-layers"] if options.layers == "local" else []
+    lines = [f"{run} {command} {file}" for command in ("data show", "config", "plan")]
+    lines[-1] += f" {' '.join(flags)}"
     if gpus <= node_gpus:
         start = f"{run}.torchrun --nproc-per-node {ranks} -m bapo_megatron" if ranks > 1 else run
         if plan.layout.tensor * plan.layout.context > 1:  # Megatron requires it before Blackwell

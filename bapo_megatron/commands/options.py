@@ -23,7 +23,7 @@ GpuMemoryOption = Annotated[
     float | None, typer.Option(min=1, max=1e6, help="GB per GPU; default: that GPU's.")
 ]
 HostMemoryOption = Annotated[
-    float | None, typer.Option(min=1, max=1e6, help="GB per node; default: enough.")
+    float | None, typer.Option(min=1, max=1e6, help="GB per node; default: no limit.")
 ]
 NodeGpusOption = Annotated[int, typer.Option(min=1, max=MAX_GPUS, help="GPUs per node.")]
 LocalLayersOption = Annotated[
