@@ -5,6 +5,7 @@ known at the start. Rules about one kind of engine are with the engine. Every ch
 ``ConfigError`` for the first broken rule: key, rule, value and remedy on one line.
 """
 
+import json
 import math
 import operator
 import os
@@ -110,9 +111,10 @@ def check_allowed(
     """
     for key, values, reason in allowed:
         if (value := operator.attrgetter(key)(rollout)) not in values:
+            *names, got = (json.dumps(v, default=str).strip('"') for v in (*values, value))
             raise ConfigError(
-                f"rollout.{key}: must be {' or '.join(map(str, values))} with {setting}, got "
-                f"{str(value)[:80]}: {reason}; set it, or change {setting.partition(':')[0]}"
+                f"rollout.{key}: must be {' or '.join(names)} with {setting}, got {got[:80]}: "
+                f"{reason}; set it, or change {setting.partition(':')[0]}"
             )
 
 

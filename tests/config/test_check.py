@@ -97,11 +97,11 @@ EPOCHS = "algorithm.updates_per_batch=2 algorithm.epochs"
         ("model.path=missing", "model.path", "no such directory"),
         ("model.path=empty", "model.path", "has no config.json"),
         ("optimizer.schedule=cosine optimizer.min_lr=1", "optimizer.min_lr", "lr = 1e-06, got 1;"),
-        (f"{ADAPTERS}=adapter", ADAPTERS, "model.lora.rank: 0, which has none; set merged"),
+        (f"{ADAPTERS}=adapter", ADAPTERS, "must be merged with model.lora.rank: 0, got adapter"),
         (
             f"{ADAPTERS}=adapter rollout.engine=local rollout.local.sampling_bits=4 {RANK}=2",
             ADAPTERS,
-            "local.sampling_bits, which rounds",
+            "must be merged with rollout.local.sampling_bits: 4, got adapter; leave it out",
         ),
         (f"{WARMUP}=13 train.steps=3 {EPOCHS}=2", WARMUP, "the run's 12 updates"),
     ],

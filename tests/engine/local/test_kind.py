@@ -30,7 +30,7 @@ def test_what_it_can_do_is_accepted(model_dir: Path, tmp_path: Path) -> None:
         ({"servers": ["http://a:1"]}, "servers", r".*http://a:1"),
         ({"servers_file": "/a"}, "servers_file", "/a"),
         ({"min_servers": 2}, "min_servers", "2"),
-        ({"colocated": True}, "colocated", "True"),
+        ({"colocated": True}, "colocated", "true"),
         ({"server": {"count": 2}}, "server.count", "2"),
         ({"server": {"tensor": 4}}, "server.tensor", "4"),
         ({"weight_sync": {"in_flight": "in_place"}}, "weight_sync.in_flight", "in_place"),

@@ -282,7 +282,7 @@ SERVES_LORA = {
         ({}, {"enable_return_routed_experts": True}, ""),
         (LORA, SERVES_LORA, ""),
         (LORA, {}, "must have --enable-lora, rank 4 .*got enable_lora False"),
-        (LORA, SERVES_LORA | {"max_lora_rank": 2}, "got .* rank 2"),
+        (LORA, SERVES_LORA | {"max_lora_rank": 2}, "got .* max_lora_rank 2"),
         (LORA, SERVES_LORA | {"lora_target_modules": ["q_proj"]}, r"targets \['q_proj'\]"),
         (LORA, SERVES_LORA | {"load_format": "dummy"}, "load_format dummy"),
         (LORA, SERVES_LORA | {"dp_size": 2}, "dp_size 2"),

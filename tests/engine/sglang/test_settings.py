@@ -113,10 +113,10 @@ CORRECTED = "algorithm.correction.kind=token"
             [*MTP, "algorithm.router_replay=rollout"],
             r"algorithm\.router_replay: must not be rollout .*mtp",
         ),
-        ([*DRAFT, *COLOCATED], r"rollout\.colocated: must not be true .*draft"),
+        ([*DRAFT, *COLOCATED], r"rollout\.colocated: must be false with .*draft, got true"),
         (
             [*DRAFT, "rollout.weight_sync.method=disk"],
-            r"rollout\.weight_sync\.method: must not be disk .*draft",
+            r"rollout\.weight_sync\.method: must be broadcast or tensor .*draft, got disk",
         ),
         (
             [DRAFT[0].replace("model,", "none,"), DRAFT[1]],
@@ -171,7 +171,7 @@ def test_a_draft_model_goes_with_its_method(check: Check) -> None:
             ["rollout.weight_sync.in_flight=retract"],
             r"in_flight: must be abort .*retract: a paused",
         ),
-        (["rollout.colocated=true"], r"colocated: must be False .*got True: .* loses the base"),
+        (["rollout.colocated=true"], r"colocated: must be false .*got true: .* loses the base"),
         (
             ["model.lora.targets=[q_proj,o_proj]"],
             r"all or none of k_proj, q_proj, v_proj .*o_proj, q",
