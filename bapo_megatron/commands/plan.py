@@ -51,9 +51,7 @@ def command(
     ] = None,
     trainer_gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MAX_GPUS, help="Those that train; default: all that do not sample."
-        ),
+        typer.Option(min=1, max=MAX_GPUS, help="Those that train; default: all but the servers'."),
     ] = None,
     gpu: GpuOption = "H100",
     gpu_memory: GpuMemoryOption = None,
