@@ -42,7 +42,7 @@ from bapo_megatron.telemetry.console import say
 from bapo_megatron.tools.planning.memory import model_parameters
 from bapo_megatron.tools.planning.plan import (
     MIN_RESPONSE_TOKENS,
-    WAYS,
+    MODES,
     Plan,
     PlanOptions,
     choose_layout,
@@ -131,10 +131,10 @@ def command(
     inputs = _read_inputs(policy, train_set)
     draft = _draft(directory, policy, inputs, response_tokens or (8192 if gpus else 256))
     if gpus:
-        ways = tuple(WAYS) if lora is None else ("lora" if lora else "full",)
+        modes = tuple(MODES) if lora is None else ("lora" if lora else "full",)
         shortest = response_tokens or MIN_RESPONSE_TOKENS
         config, plan = choose_layout(
-            draft, inputs.hf, options, gpus, ways=ways, min_response_tokens=shortest
+            draft, inputs.hf, options, gpus, modes=modes, min_response_tokens=shortest
         )
     else:
         config, plan = _on_cpu(draft), None

@@ -118,13 +118,10 @@ class Model:
         local = local_weights(self.chunks, self.hf, self.groups)
         return self.lora.metrics(local, self.hf, self.groups)
 
-    def gather_adapters(
-        self, table: Sequence[Weight] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def gather_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield A and B, float32, under PEFT's names; see ``weight_export.gather_weights``."""
         assert self.lora is not None
-        table = adapter_table(self.hf, self.lora.config) if table is None else table
-        local = dict(self.lora.parameters())
+        table, local = adapter_table(self.hf, self.lora.config), dict(self.lora.parameters())
         return weight_export.gather_weights(local, self.hf, self.groups, table, dtype=torch.float32)
 
     def forward_only[Result](

@@ -213,7 +213,7 @@ class WeightBuckets:
         self._dtype: torch.dtype = model.chunks[0].config.params_dtype
         if holds_adapters:
             assert model.lora is not None, "refused by check_settings"
-            self._gather, self._dtype = model.gather_adapters, torch.float32
+            self._gather, self._dtype = lambda _: model.gather_adapters(), torch.float32
             self._plan = [adapter_table(model.hf, model.lora.config)]
         else:
             self._plan = plan_buckets(weight_table(model.hf), model.hf, self._dtype, max_bytes)

@@ -266,22 +266,16 @@ class SglangServer:
             ]
         if self.config.algorithm.router_replay == "rollout":
             arguments.append("--enable-return-routed-experts")
-        return [*arguments, *self._adapter_arguments(), *server.extra_args]
-
-    def _adapter_arguments(self) -> list[str]:
-        """Return the arguments for adapters of ``model.lora``, if it gets any."""
-        if not self._gets_adapters:
-            return []
-        lora = self.config.model.lora
-        backend = ["--lora-backend=torch_native"] if self.device == "cpu" else []
-        return [
-            "--enable-lora",
-            f"--max-lora-rank={lora.rank}",
-            "--max-loras-per-batch=2",  # one, and none
-            "--lora-target-modules",
-            *(lora.targets or LORA_TARGETS),
-            *backend,
-        ]
+        if self._gets_adapters:
+            arguments += [
+                "--enable-lora",
+                f"--max-lora-rank={model.lora.rank}",
+                "--max-loras-per-batch=2",  # one, and none
+                *(["--lora-backend=torch_native"] if is_cpu else []),
+                "--lora-target-modules",
+                *(model.lora.targets or LORA_TARGETS),
+            ]
+        return [*arguments, *server.extra_args]
 
 
 class SglangBackend:

@@ -67,7 +67,7 @@ attention keeps no scores."""
 
 _EQUAL_TIME_RATIO = 1.1
 """Estimates that differ by at most this factor are taken as equal."""
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {
         "model": {"lora": {"rank": 32}},
@@ -75,7 +75,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "rollout": {"weight_sync": {"verify": 10}},  # its default with adapters
     },
 }
-"""What ``choose_layout`` may train: all weights or adapters."""
+"""Changes to a configuration by what it trains: all weights or adapters."""
 MIN_RESPONSE_TOKENS = 1024
 _TOKENS_MULTIPLE = 128
 """Micro-batches are multiples of this, which every layout divides (``packing_multiples``)."""
@@ -416,14 +416,14 @@ def choose_layout(
     options: PlanOptions,
     gpus: int,
     *,
-    ways: Sequence[str] = tuple(WAYS),
+    modes: Sequence[str] = tuple(MODES),
     min_response_tokens: int = MIN_RESPONSE_TOKENS,
 ) -> tuple[RunConfig, Plan]:
     """Divide ``gpus`` GPUs between trainer and servers, and choose the trainer's layout.
 
     On one node, half of the GPUs train; where no layout fits, all of them train and sample in
     turns. Of several nodes, half train. Where nothing fits, ``_savings`` are tried, then the next
-    of ``ways``, then half the response length. Of the layouts that fit, the simplest one within
+    of ``modes``, then half the response length. Of the layouts that fit, the simplest one within
     ``_EQUAL_TIME_RATIO`` of the fastest is chosen; of savings too where GPUs take turns.
 
     Returns:
@@ -443,9 +443,9 @@ def choose_layout(
     lengths = [config.rollout.max_response_tokens]
     while (half := lengths[-1] // 2) >= min_response_tokens:
         lengths.append(half)
-    for response_tokens, way in product(lengths, ways):
+    for response_tokens, mode in product(lengths, modes):
         shorter = with_values(config, rollout={"max_response_tokens": response_tokens})
-        fitting = _fitting(with_values(shorter, **WAYS[way]), hf, options, gpus)
+        fitting = _fitting(with_values(shorter, **MODES[mode]), hf, options, gpus)
         if (first := next(fitting, None)) is None:
             continue
         if not first[0].rollout.colocated:
@@ -457,7 +457,7 @@ def choose_layout(
         f"--gpus: {gpus} {options.gpu} cannot train and sample {config.model.path} "
         f"({model_parameters(hf):,} parameters, in the trainer and in servers) with responses of "
         f"{lengths[-1]} tokens, not even with recomputation, the optimizer in host memory"
-        f"{' or LoRA' * ('lora' in ways)}; give more GPUs, fewer --response-tokens, or a smaller "
+        f"{' or LoRA' * ('lora' in modes)}; give more GPUs, fewer --response-tokens, or a smaller "
         "model"
     )
 

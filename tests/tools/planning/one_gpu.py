@@ -23,13 +23,13 @@ def draft() -> RunConfig:
     )
 
 
-def row(size: str, card: str, way: str) -> str:
+def row(size: str, card: str, mode: str) -> str:
     """One line of the table, with what ``init`` chooses, or that it finds nothing."""
-    head = f"| {size} | {card}, {GPUS[card].memory_gb} | {way} "
+    head = f"| {size} | {card}, {GPUS[card].memory_gb} | {mode} "
     with tempfile.TemporaryDirectory() as folder:
         hf = qwen3(size, Path(folder))
     try:
-        config, plan = choose_layout(draft(), hf, PlanOptions(gpu=card), 1, ways=(way,))
+        config, plan = choose_layout(draft(), hf, PlanOptions(gpu=card), 1, modes=(mode,))
     except ValueError:
         return head + "| does not fit | | | | | |"
     return head + _choice(config, plan)
@@ -58,6 +58,6 @@ def _choice(config: RunConfig, plan: Plan) -> str:
 if __name__ == "__main__":
     for size in sorted(QWEN3_SHAPES, key=lambda size: float(size[:-1])):
         for card in CARDS:
-            for way in ("full", "lora"):
-                sys.stdout.write(row(size, card, way) + "\n")
+            for mode in ("full", "lora"):
+                sys.stdout.write(row(size, card, mode) + "\n")
                 sys.stdout.flush()

@@ -135,7 +135,7 @@ def test_the_costs_of_the_papers_runs_are_those_of_the_plan(
 )
 def test_the_table_of_one_gpu_is_what_init_chooses(size: str) -> None:
     page = (REPOSITORY / "docs" / "benchmarks" / "init_one_gpu_202611.md").read_text()
-    rows = [row(size, card, way) for card in CARDS for way in ("full", "lora")]
+    rows = [row(size, card, mode) for card in CARDS for mode in ("full", "lora")]
     assert rows == [line for line in page.splitlines() if line.startswith(f"| {size} |")]
 
 

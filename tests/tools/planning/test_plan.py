@@ -8,7 +8,7 @@ import pytest
 from bapo_megatron.config.section import with_values
 from bapo_megatron.tools.planning.memory import NoRoomError
 from bapo_megatron.tools.planning.plan import (
-    WAYS,
+    MODES,
     LayoutEstimate,
     Plan,
     PlanOptions,
@@ -234,7 +234,7 @@ def test_our_own_layers_are_slower_as_measured() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "way", "gigabytes"),
+    ("size", "mode", "gigabytes"),
     [
         ("4B", "lora", (21, 22, 22.5, 23)),
         pytest.param("4B", "full", (37, 37.5, 38), marks=pytest.mark.exhaustive),
@@ -242,9 +242,9 @@ def test_our_own_layers_are_slower_as_measured() -> None:
     ],
 )
 def test_one_gpu_is_refused_only_where_nothing_fits(
-    size: str, way: str, gigabytes: tuple[float, ...], tmp_path: Path
+    size: str, mode: str, gigabytes: tuple[float, ...], tmp_path: Path
 ) -> None:
-    hf, config = qwen3(size, tmp_path), with_values(draft(), **WAYS[way])
+    hf, config = qwen3(size, tmp_path), with_values(draft(), **MODES[mode])
     smallest = with_values(
         config,
         rollout={"max_response_tokens": 1024, "colocated": True},
@@ -262,7 +262,7 @@ def test_one_gpu_is_refused_only_where_nothing_fits(
 
     def is_accepted(options: PlanOptions) -> bool:
         try:
-            choose_layout(draft(), hf, options, 1, ways=(way,))
+            choose_layout(draft(), hf, options, 1, modes=(mode,))
         except ValueError:
             return False
         return True
