@@ -203,7 +203,7 @@ def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     case: Case,
 ) -> None:
     (layout, family), root = case, exports / str(case)
-    base = weights(deep_models[family])
+    of_ranks, base = results[str(case)], weights(deep_models[family])
     whole, start = weights(root / "model"), adapter_pairs(adapters[family])
     for name, weight in base.items():
         expected = weight
@@ -222,7 +222,6 @@ def test_exports_hold_merged_weights_and_the_trained_adapters_alone(
     )
     assert steps.abs().max() <= 1.001 * LR  # Adam's first step
     assert (steps != 0).float().mean() > 0.5  # some experts have no tokens
-    of_ranks = results[str(case)]
     assert sum(result["trained"] for result in of_ranks) >= sum(
         a.numel() + b.numel() for a, b in start.values()
     )
