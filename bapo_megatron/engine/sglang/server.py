@@ -271,9 +271,9 @@ class SglangServer:
                 "--enable-lora",
                 f"--max-lora-rank={model.lora.rank}",
                 "--max-loras-per-batch=2",  # one, and none
-                *(["--lora-backend=torch_native"] if is_cpu else []),
                 "--lora-target-modules",
                 *(model.lora.targets or LORA_TARGETS),
+                *(["--lora-backend=torch_native"] if is_cpu else []),
             ]
         return [*arguments, *server.extra_args]
 
