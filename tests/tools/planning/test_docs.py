@@ -144,8 +144,8 @@ def test_the_table_of_one_gpu_is_what_init_chooses(size: str) -> None:
 def test_the_peaks_of_the_files_for_one_gpu_are_those_of_the_plan(name: str, column: int) -> None:
     file = REPOSITORY / "configs" / f"{name}.yaml"
     card = GPUS[CARDS[column]]
-    advice = re.search(rf"^#   {card.memory_gb} GB: (.+)$", file.read_text(), re.M)
-    config = load_config(file, advice[1].split() if advice else [])
+    advice = re.search(rf"^#   {card.memory_gb} GB: (.+(\n#     .+)*)$", file.read_text(), re.M)
+    config = load_config(file, advice[1].replace("#", "").split() if advice else [])
     plan = make_plan(config, published("qwen3-4b"), PlanOptions(gpus=1, gpu=card.name))
     cell = TEXT.split(f"[`{name}.yaml`](../configs/{name}.yaml) | ")[1].split(" |")[column].strip()
     stage = plan.worst_stage
