@@ -43,6 +43,7 @@ from bapo_megatron.engine.collective import (
 )
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.adapters import adapter_table
+from bapo_megatron.policy.architecture import Weight
 from bapo_megatron.policy.model import Model
 from bapo_megatron.policy.train_state import TrainState
 from bapo_megatron.policy.weight_export import plan_buckets, stored_dtype
@@ -209,6 +210,7 @@ class WeightBuckets:
         Adapters are one bucket in float32, because engines load them whole.
         """
         self._model = model
+        self._gather: Callable[[Sequence[Weight]], Iterator[tuple[str, Tensor]]]
         self._gather = model.gather_weights
         self._dtype: torch.dtype = model.chunks[0].config.params_dtype
         if holds_adapters:
