@@ -2,7 +2,7 @@
 
 Rank 0 (``send``) makes these calls, in this order:
 
-    BEGIN → [JOIN] → RECEIVE, bucket by bucket → PROBE → RESUME
+    BEGIN → [JOIN] → RECEIVE, bucket by bucket → PROBE → RESUME, or SCORE after a mismatch
 
 JOIN and RECEIVE return None, or the reason as soon as one server has failed, because a server
 inside a broadcast returns only once rank 0 has left. Rank 0 then starts over with the remaining
@@ -76,6 +76,7 @@ RECEIVE = Call("weights.receive", Receive, str | None)
 LOAD = Call("weights.load", Load, None)
 PROBE = Call("weights.probe", None, tuple[tuple[int, ...], ...])
 RESUME = Call("weights.resume", tuple[tuple[float, ...], ...], Resumed)
+SCORE = Call("weights.score", None, tuple[float, ...])
 
 
 class Pausable(Protocol):
@@ -217,6 +218,7 @@ class WeightReceiver:
         answers.bind(LOAD, self.load)
         answers.bind(PROBE, self.probe)
         answers.bind(RESUME, self.resume)
+        answers.bind(SCORE, self.score)
 
     async def begin(self, version: int) -> Opened:
         """Start an attempt to sync a version: pause generation, choose and prepare servers.
@@ -302,6 +304,12 @@ class WeightReceiver:
         self._group.left_out.clear()
         self._verifier.num_syncs += 1
         return Resumed(pause_s=pause_s, difference=difference)
+
+    async def score(self, _: None) -> tuple[float, ...]:
+        """Return a server's log-probs of the probe, to locate a mismatch; raise ``ServerError``."""
+        if self._resumes_to_check:
+            await self._resume_generation()
+        return tuple((await self._verifier.score(self._group.members[0])).tolist())
 
     async def wait_idle(self) -> None:
         """Wait until no weight sync is in progress."""

@@ -27,6 +27,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch import Tensor
@@ -51,6 +52,8 @@ from bapo_megatron.policy.weight_table import stored_shapes, weight_table
 from bapo_megatron.runtime.calls import Caller
 from bapo_megatron.runtime.distributed import broadcast_bytes, fail_together
 from bapo_megatron.weight_sync import receive
+from bapo_megatron.weight_sync.locate import locate
+from bapo_megatron.weight_sync.verify import Comparison
 
 _LOG = logging.getLogger(__name__)
 _BYTES_PER_MB = 10**6
@@ -143,15 +146,32 @@ class WeightSync:
                 probe = json.dumps(collector.start(receive.PROBE, None)()).encode()
         sequences = json.loads(broadcast_bytes(probe, model.groups))
         expected = self._score(sequences) if sequences else ()
-        with fail_together(model.groups, RolloutError):
-            if collector is not None:
-                assert expected is not None, "complete on rank 0"
-                resumed = collector.start(receive.RESUME, expected)()
+        try:
+            with fail_together(model.groups, RolloutError):
+                if collector is not None:
+                    assert expected is not None, "complete on rank 0"
+                    resumed = collector.start(receive.RESUME, expected)()
+        except RolloutError as error:
+            if self._version is not None or self._sends_adapters or not sequences:
+                raise
+            rescore = functools.partial(self._rescore, state, collector, sequences)
+            cause = locate(model, rescore, self._config.verify_tolerance)
+            raise RolloutError(f"{error}{cause}") from error
         self._version = version
         if collector is None:
             return None
         sync_s = time.monotonic() - started_s
         return SyncReport(num_bytes, sync_s, resumed.pause_s, resumed.difference)
+
+    def _rescore(
+        self, state: TrainState, collector: Caller | None, probe: Sequence[Sequence[int]]
+    ) -> Comparison | None:
+        """Sync the weights again, and compare a server with the trainer, on rank 0."""
+        with fail_together(state.model.groups, RolloutError):
+            self._send(state.model, collector, state.num_updates)
+            server = () if collector is None else collector.start(receive.SCORE, None)()
+        rows = self._score(probe)
+        return None if rows is None else Comparison(np.array(server), np.concatenate(rows))
 
     def close(self) -> None:
         """Leave the group, and remove the weights on disk; rank 0 only."""

@@ -24,13 +24,18 @@ _ROUNDING = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class _Comparison:
+class Comparison:
     """Log-probs of the probe's P tokens."""
 
     server: np.ndarray
     """[P]"""
     trainer: np.ndarray
     """[P]"""
+
+    @property
+    def difference(self) -> float:
+        """Mean |server − trainer|."""
+        return float(np.abs(self.server - self.trainer).mean())
 
     def shows_no_change_of(self, later: Self) -> bool:
         """Whether the server's log-probs stayed while the trainer's moved.
@@ -62,7 +67,7 @@ class Verifier:
         self.probe = tuple(cut)
         """The sequences whose log-probs are compared."""
         self.num_syncs = 0
-        self._compared: dict[PooledEngine, _Comparison] = {}
+        self._compared: dict[PooledEngine, Comparison] = {}
         """The last one of each server, since it was (re)started."""
 
     def due(self, members: Iterable[PooledEngine]) -> list[PooledEngine]:
@@ -79,6 +84,8 @@ class Verifier:
     ) -> float | None:
         """Return the largest difference of a member; one that differs too much is lost.
 
+        If all do after the first weight sync, none is lost, so that ``locate`` finds out why.
+
         Raises:
             RolloutError: A member differs too much, and no other is left.
         """
@@ -86,13 +93,14 @@ class Verifier:
         outcomes = await asyncio.gather(
             *(self._compare(entry, expected, version) for entry in entries), return_exceptions=True
         )
+        errors = [outcome for outcome in outcomes if isinstance(outcome, RolloutError)]
+        refusals = [error for error in errors if not isinstance(error, ServerError)]
+        if refusals and len(refusals) == len(members) and self.num_syncs == 0:
+            raise refusals[0]
         differences: list[float] = []
-        refusals: list[RolloutError] = []
         for entry, outcome in zip(entries, outcomes, strict=True):
             if isinstance(outcome, RolloutError):
                 self._pool.mark_lost(entry, str(outcome))
-                if not isinstance(outcome, ServerError):
-                    refusals.append(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -101,10 +109,8 @@ class Verifier:
             raise refusals[0]
         return max(differences, default=None)
 
-    async def _compare(
-        self, entry: PooledEngine, expected: Sequence[Sequence[float]], version: int
-    ) -> float:
-        """Return the mean |log-prob of the server − expected|; raise if it is too large."""
+    async def score(self, entry: PooledEngine) -> np.ndarray:
+        """Return a server's log-probs of the probe, [P]."""
         try:
             rows = [
                 (await entry.engine.score(token_ids, self._config.timeout_s)).logprobs
@@ -112,8 +118,14 @@ class Verifier:
             ]
         except RolloutError as error:
             raise ServerError(f"it does not answer the probe: {error}") from error
-        current = _Comparison(np.concatenate(rows), np.concatenate(expected))
-        difference = float(np.abs(current.server - current.trainer).mean())
+        return np.concatenate(rows)
+
+    async def _compare(
+        self, entry: PooledEngine, expected: Sequence[Sequence[float]], version: int
+    ) -> float:
+        """Return the mean |log-prob of the server − expected|; raise if it is too large."""
+        current = Comparison(await self.score(entry), np.concatenate(expected))
+        difference = current.difference
         tolerance = math.inf if self._bits else self._config.verify_tolerance
         if not difference <= tolerance:  # NaN too
             raise RolloutError(

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from bapo_megatron.config.megatron import MegatronConfig, ModelConfig
+from bapo_megatron.config.megatron import LoraConfig, MegatronConfig, ModelConfig
 from bapo_megatron.config.rollout import RolloutConfig
 from bapo_megatron.config.schema import OpsConfig, TrainConfig
+from bapo_megatron.engine.local.cache import ATTENTION, register_attention
+from bapo_megatron.engine.local.engine import LocalEngine
 from bapo_megatron.engine.sglang.client import SglangClient
 from bapo_megatron.errors import RolloutError
 from bapo_megatron.policy.hf_weights import local_weights
@@ -56,12 +59,16 @@ class ThreadSource:
     """A ``Caller`` of a ``WeightReceiver`` in a thread; use it as a context manager."""
 
     def __init__(
-        self, addresses: Sequence[str], config: RolloutConfig, fault: Fault | None = None
+        self,
+        addresses: Sequence[str],
+        config: RolloutConfig,
+        fault: Fault | None = None,
+        engines: Sequence[LocalEngine] = (),
     ) -> None:
         self._fault = fault
         self.calls: list[str] = []
         self.generation = StubGeneration()
-        self._clients = [
+        self._clients: list[Any] = [*engines] or [
             SglangClient(address, KEYS, request_timeout_s=config.request_timeout_s)
             for address in addresses
         ]
@@ -164,6 +171,71 @@ def _sync(sync: WeightSync, state: TrainState, source: ThreadSource | None) -> S
         dict(source.pool.reasons),
         tuple(source.generation.calls),
     )
+
+
+@dataclass(frozen=True)
+class Broken:
+    """What a local engine does wrong, by parts of Hugging Face's names."""
+
+    keeps: str = "nothing"
+    """Weights that stay as they were, whatever it gets."""
+    scales: str = "nothing"
+    """Modules whose output is half as large again."""
+
+
+def sync_broken(
+    model_dir: Path,
+    directory: Path,
+    brokens: Sequence[Broken],
+    method: str,
+    *,
+    lora_rank: int = 0,
+    **layout: int,
+) -> tuple[str, bool]:
+    """The first weight sync to local engines; returns its error, and whether weights stayed."""
+    sync_config = {"method": method, "verify_tolerance": 1e-3, "in_flight": "retract"}
+    config = RolloutConfig.model_validate({"weight_sync": sync_config})
+    with joined(**layout) as groups, contextlib.ExitStack() as stack:
+        lora = LoraConfig(rank=lora_rank)
+        state = build_state(ModelConfig(path=model_dir, dtype="float32", lora=lora), groups)
+        local = local_weights(state.model.chunks, state.model.hf, groups)
+        if state.model.lora is not None:
+            local += state.model.lora.parameters()
+            for _, parameter in state.model.lora.parameters():
+                parameter.data.uniform_(-0.1, 0.1)
+        for _, parameter in local:
+            parameter.data *= 1.1
+        before = [parameter.detach().clone() for _, parameter in local]
+        score = partial(score_probes, state.model, OpsConfig(), shape_of(state, groups))
+        sync = WeightSync(config.weight_sync, directory, score, groups.device)
+        source: ThreadSource | None = None
+        if groups.rank == 0:
+            engines = [_broken_engine(model_dir, broken) for broken in brokens]
+            source = stack.enter_context(ThreadSource((), config, engines=engines))
+            stack.callback(sync.close)
+        outcome = _sync(sync, state, source)
+        after = [parameter for _, parameter in local]
+        return outcome.error, all(map(torch.equal, before, after))
+
+
+def _broken_engine(model_dir: Path, broken: Broken) -> LocalEngine:
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation=ATTENTION)
+    model.float().eval().requires_grad_(False)
+    # transformers leaves its buffers as they are in a process that has imported Megatron.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    for name, module in model.named_modules():
+        if name.endswith(broken.scales):
+            module.register_forward_hook(lambda module, inputs, output: 1.5 * output)
+    engine = LocalEngine(model, frozenset(), max_rows=1)
+    parameters, copy = dict(model.named_parameters()), engine.weights._copy
+
+    def copy_others(tensors: dict[str, torch.Tensor], *, is_last: bool) -> None:
+        kept = {name: parameters[name].clone() for name in tensors if broken.keeps in name}
+        copy(tensors | kept, is_last=is_last)
+
+    engine.weights._copy = copy_others  # type: ignore[method-assign, assignment]
+    return engine
 
 
 def _multiply(state: TrainState, factor: float) -> None:

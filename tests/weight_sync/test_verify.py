@@ -1,14 +1,19 @@
 """What comparing the servers with the trainer finds, and for how long generation stands still."""
 
 import asyncio
+import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bapo_megatron.engine.pooled import EngineState
 from bapo_megatron.errors import RolloutError
-from bapo_megatron.weight_sync.verify import _Comparison
+from bapo_megatron.weight_sync.verify import Comparison
+from tests.distributed_launch import run_ranks
 from tests.fakes.fake_weight_server import LOGPROB, FakeWeightServer
+from tests.policy.tiny_models import make_model
+from tests.weight_sync.ranks import Broken, sync_broken
 from tests.weight_sync.setting import PROBE, sync_on
 
 
@@ -132,6 +137,51 @@ async def test_a_number_compares_every_so_many_weight_syncs_and_none_compares_no
             assert [server.paths.count("/generate") for server in servers] == [num_scored] * 2
 
 
+ABSENT = "; muting {} does nothing on the server: their weights do not arrive"
+OTHERWISE = "; it vanishes without {}: check config.json and kernels for them"
+OPEN = "; no kind of layer alone explains it"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "broken", "options", "cause"),
+    [
+        ("qwen2", Broken(keeps=".self_attn."), {}, ABSENT.format("attention")),
+        ("qwen2", Broken(scales="self_attn.o_proj"), {"tensor": 2}, OTHERWISE.format("attention")),
+        ("qwen3_moe", Broken(scales="mlp.experts"), {}, OTHERWISE.format("experts")),
+        *(
+            pytest.param("qwen2", *case, marks=pytest.mark.exhaustive)
+            for case in (
+                (Broken(keeps=".mlp."), {"tensor": 2}, ABSENT.format("MLPs")),
+                (Broken(scales="mlp.down_proj"), {}, OTHERWISE.format("MLPs")),
+                (Broken(scales="mlp.down_proj"), {"lora_rank": 2}, OTHERWISE.format("MLPs")),
+                (Broken(scales="model.norm"), {}, OPEN),
+            )
+        ),
+    ],
+)
+def test_if_no_server_computes_as_the_trainer_does_the_kind_of_layer_that_differs_is_named(
+    family: str, broken: Broken, options: dict[str, int], cause: str, tmp_path: Path
+) -> None:
+    model = make_model(family, tmp_path / "model")
+    sync = functools.partial(sync_broken, **options)
+    num_ranks, method = options.get("tensor", 1), "disk" if options else "broadcast"
+    ranks = run_ranks(sync, num_ranks, model, tmp_path, [broken], method)
+    assert [weights_stayed for _, weights_stayed in ranks] == [True] * len(ranks)
+    assert ranks[0][0].startswith("local: its log-probs differ from the trainer's by")
+    assert ranks[0][0].endswith(f"or raise the tolerance{cause}")
+    assert all(error.endswith("or raise the tolerance") for error, _ in ranks[1:])
+
+
+@pytest.mark.distributed
+def test_a_server_that_computes_otherwise_beside_a_right_one_is_lost_without_a_search(
+    tmp_path: Path,
+) -> None:
+    model = make_model("qwen2", tmp_path / "model")
+    engines = [Broken(), Broken(scales="mlp.down_proj")]
+    assert run_ranks(sync_broken, 1, model, tmp_path, engines, "disk") == [("", True)]
+
+
 def drawn(seed: int, scale: float) -> np.ndarray:
     return scale * np.random.default_rng(seed).standard_normal(512)
 
@@ -143,10 +193,10 @@ def test_a_server_that_repeats_its_log_probs_while_the_trainer_s_move_has_no_new
 ) -> None:
     start = drawn(0, 1.0)
     server = start + drawn(1, mismatch)
-    before = _Comparison(server, start)
-    assert before.shows_no_change_of(_Comparison(server, start + drawn(2, change)))
+    before = Comparison(server, start)
+    assert before.shows_no_change_of(Comparison(server, start + drawn(2, change)))
     hardly = server + drawn(3, 0.05 * change)
-    assert before.shows_no_change_of(_Comparison(hardly, start + drawn(2, change)))
+    assert before.shows_no_change_of(Comparison(hardly, start + drawn(2, change)))
 
 
 @pytest.mark.parametrize("change", [0.0, 1e-6, 1e-4, 1e-2, 1.0])
@@ -156,13 +206,13 @@ def test_new_weights_raise_no_alarm_however_both_sides_round(
 ) -> None:
     """In bfloat16 a change of weights rounds each side anew, by more than it changes them."""
     start, moved = drawn(0, 1.0), drawn(0, 1.0) + drawn(1, change)
-    before = _Comparison(start + drawn(2, rounding), start + drawn(3, rounding))
-    after = _Comparison(moved + drawn(4, rounding), moved + drawn(5, rounding))
+    before = Comparison(start + drawn(2, rounding), start + drawn(3, rounding))
+    after = Comparison(moved + drawn(4, rounding), moved + drawn(5, rounding))
     assert not before.shows_no_change_of(after)
 
 
 def test_a_trainer_that_does_not_move_shows_nothing() -> None:
     start = drawn(0, 1.0)
-    before = _Comparison(start + drawn(1, 0.01), start)
+    before = Comparison(start + drawn(1, 0.01), start)
     assert not before.shows_no_change_of(before)
-    assert not before.shows_no_change_of(_Comparison(before.server, start + drawn(2, 1e-6)))
+    assert not before.shows_no_change_of(Comparison(before.server, start + drawn(2, 1e-6)))
