@@ -15,7 +15,7 @@ CXX_FILES := 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/*.h' 'tests
 .PHONY: help setup demo test test-quick fuzz docs gpu-acceptance lint format clean
 
 help:
-	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, draw figures"
+	@echo "make demo [SEED=0]  set up, make a tiny model, train it with BAPO, evaluate, write a report"
 	@echo "make test           set up and run the tests; with CI=true, also the exhaustive ones"
 	@echo "make test-quick     set up and run the tests that start neither servers, ranks nor a browser"
 	@echo "make fuzz [CASES=2400]  bad input of every kind, drawn at random"
