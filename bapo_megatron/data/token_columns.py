@@ -56,8 +56,8 @@ class TokenColumn:
 
 
 DEMONSTRATION = "demonstration_weight"
-"""Of micro-batches that hold demonstrations beside those that hold responses: [T], the weight of
-−ℓ in the loss of the update. Not in files."""
+"""Weight of −ℓ in the loss of the update, [T], in micro-batches of demonstrations mixed into
+updates. Not in files."""
 REFERENCE, TEACHER = "reference_logprob", "teacher_logprob"
 TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
 SAMPLER_TOP_IDS, SAMPLER_TOP_LOGPROBS = "sampler_top_ids", "sampler_top_logprobs"

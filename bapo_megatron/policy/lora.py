@@ -93,6 +93,8 @@ class Adapter(nn.Module):
         numbers = {base_name(a): number for number, (a, _) in enumerate(self.entries)}
         self._blocks = [(size, numbers.get(name)) for name, size in sizes.items()]
         """Rows of each linear of the weight, and the number of its adapter, if it has one."""
+        self._base_square: Tensor | None = None
+        """‖W‖² over the rows with adapters of this rank's part, once it is known: W is frozen."""
 
     @property
     def replica(self) -> int:
@@ -167,13 +169,10 @@ class Adapter(nn.Module):
         ``base`` is this rank's part of the weight, [O, I]. The sum over all ranks counts every
         element once. ‖B A‖² = ⟨BᵀB, A Aᵀ⟩ takes only [r, r].
         """
-        norm_O = torch.linalg.vector_norm(base, dim=1, dtype=torch.float64)
-        blocks = [norm_O.new_full((size,), number is not None) for size, number in self._blocks]
-        adapted_O = torch.cat(blocks)
-        if self._rows_O is not None:
-            adapted_O = adapted_O[self._rows_O]
-        sums = norm_O.new_zeros(4)
-        sums[3] = (norm_O.square() * adapted_O).sum()
+        if self._base_square is None:
+            self._base_square = self._adapted_square(base)
+        sums = self._base_square.new_zeros(4)
+        sums[3] = self._base_square
         parameters = [parameter.double() for parameter in self.parameters()]
         for a, b in zip(parameters[::2], parameters[1::2], strict=True):
             product = ((b.T @ b) * (a @ a.T)).sum()
@@ -181,6 +180,14 @@ class Adapter(nn.Module):
         parts = (*self.entries[0], self.entry, self.entry)
         is_counted = [entry.axis is not None or self.part[0] == 0 for entry in parts]
         return sums * sums.new_tensor(is_counted) * (self.replica == 0)
+
+    def _adapted_square(self, base: Tensor) -> Tensor:
+        norm_O = torch.linalg.vector_norm(base, dim=1, dtype=torch.float64)
+        blocks = [norm_O.new_full((size,), number is not None) for size, number in self._blocks]
+        adapted_O = torch.cat(blocks)
+        if self._rows_O is not None:
+            adapted_O = adapted_O[self._rows_O]
+        return (norm_O.square() * adapted_O).sum()
 
 
 _CROSSINGS: dict[tuple[int, bool], Callable[..., Tensor]] = {

@@ -33,7 +33,7 @@ def deep_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session")
 def oracles(deep_models: Models) -> dict[str, Oracle]:
-    """Of the deep models."""
+    """What transformers computes with the deep models."""
     return Lazy(lambda name: Oracle.of(name, deep_models[name]))
 
 

@@ -155,7 +155,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """Fields of each model's configuration beside ``SIZES``: every part that the family has."""
 MODEL_TYPES = {"moonlight": "deepseek_v3", "mistral_window": "mistral"}
-"""Of models that are not called by theirs."""
+"""Families of models with other names."""
 
 FAMILIES = (*TINY,)
 

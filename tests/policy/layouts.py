@@ -101,9 +101,9 @@ EXPERTS = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 def cases_of(families: Iterable[str], *layouts: str) -> list[Case]:
     """These models in those of ``layouts`` that fit them."""
-    found = [layout for layout in LAYOUTS if layout.name in layouts]
-    assert len(found) == len(layouts)
-    return [Case(x, family) for x in found for family in families if x.fits(family)]
+    named = [layout for layout in LAYOUTS if layout.name in layouts]
+    assert len(named) == len(layouts)
+    return [Case(x, family) for x in named for family in families if x.fits(family)]
 
 
 def in_every_case(cases: Iterable[Case]) -> pytest.MarkDecorator:
@@ -174,8 +174,10 @@ def by_rank(
 
     def of_layout(name: str) -> Results:
         fitting = [case for case in cases if case.layout.name == name]
-        made = {case.family: models[case.family] for case in fitting}
-        of_ranks = run_ranks(run, fitting[0].layout.ranks, fitting, made, *args, timeout_s=600)
+        directories = {case.family: models[case.family] for case in fitting}
+        of_ranks = run_ranks(
+            run, fitting[0].layout.ranks, fitting, directories, *args, timeout_s=600
+        )
         return {case: [result[case] for result in of_ranks] for case in of_ranks[0]}
 
     jobs = Lazy(of_layout)

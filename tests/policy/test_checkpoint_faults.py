@@ -29,8 +29,8 @@ def killed_peer(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def two_ranks(models: Models, killed_peer: Path, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    made = {name: models[name] for name in ("qwen2", "qwen3")}
-    return run_ranks(ranks.two_ranks, 2, made, tmp_path_factory.mktemp("faults"), killed_peer)
+    two = {name: models[name] for name in ("qwen2", "qwen3")}
+    return run_ranks(ranks.two_ranks, 2, two, tmp_path_factory.mktemp("faults"), killed_peer)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 Results = dict[str, list[Any]]
 """Results by name, one entry per rank."""
 OWN_TOLERANCE = 1e-6
-"""Of weights that continue in the layout that saved them."""
+"""Tolerance for weights that continue in the layout that saved them."""
 SOURCES = {
     "single": ["TP2", "CP2"],
     "TP2": ["single"],

@@ -100,7 +100,7 @@ def _keys(source: DemonstrationSource, step: int) -> list[str]:
 def _labelled_gradients(
     model_dir: Path, rows: Sequence[Row], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Of transformers' loss over a padded batch, whose labels are −100 where nothing trains."""
+    """Gradients of transformers' loss over a padded batch; labels are −100 where nothing trains."""
     model = load_reference("qwen2", model_dir).eval().to(dtype)
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(r.ids) for r in rows], batch_first=True)
     masks = [torch.tensor(r.is_trained) for r in rows]

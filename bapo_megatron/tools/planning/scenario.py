@@ -173,7 +173,7 @@ class Assumptions:
     gpu: Gpu
     gpu_memory_bytes: float
     host_memory_bytes: float | None
-    """Of a node; None: not known, so nothing is refused for it."""
+    """Host memory of a node; None: unknown, and nothing is refused for it."""
     reserve_bytes: float = 5e9
     """Kept free for the CUDA context, NCCL's buffers, library workspaces and fragmentation."""
     layers: LayerKind
