@@ -33,6 +33,7 @@ from bapo_megatron.evaluation.samples import (
     settings_path,
     write_settings,
 )
+from bapo_megatron.policy.adapters import ADAPTER_CONFIG_NAME, with_adapter
 from bapo_megatron.reward.base import Response, SampleFacts
 from bapo_megatron.reward.composition import Rewards
 from bapo_megatron.rollout.client import CollectorClient
@@ -61,7 +62,7 @@ def command(
         Path | None, typer.Option(help="With --from: directory for the new scores.")
     ] = None,
 ) -> None:
-    """Evaluate model.path on the configured sets, or regrade saved samples."""
+    """Evaluate the model on the configured sets, or regrade saved samples."""
     if out is not None and not samples:
         raise typer.BadParameter("--out needs --from; an evaluation writes into its run_dir")
     if resume and samples:
@@ -77,7 +78,7 @@ def command(
 
 
 def evaluate_model(config: RunConfig) -> list[EvalResult]:
-    """Score every set of ``config.eval`` with the weights in ``config.model.path``.
+    """Score every set of ``config.eval`` with the weights of ``config.model``.
 
     Announces the cost first. Starts servers unless ``rollout.servers`` names some, or every sample
     exists already; writes ``<run_dir>/eval.json`` and ``eval.md``.
@@ -87,13 +88,16 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         RolloutError: A server failed.
     """
     check_eval_config(config)
-    config = config.without_router_replay()
+    config = with_adapter(config.without_router_replay())
     load_kind(config.rollout.engine).check(config)
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = ChatRenderer(tokenizer, config.data, config.rollout)
     sets = load_sets(config, renderer)
-    files = fingerprint(config.model.path)
-    model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
+    model = (
+        f"{config.model.path.name} ({config.model.dtype}, files {fingerprint(config.model.path)})"
+    )
+    if (adapter := config.model.lora.path) is not None:
+        model += f" with {adapter} (files {fingerprint(adapter, ADAPTER_CONFIG_NAME)})"
     with run_dir_locked(config.run_dir, "eval"):
         if not _announce(sets, config, model):
             results = run_async(_summarise_finished(sets, config, model))
@@ -102,7 +106,12 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         with (
             ProgressLine() as progress,
             closing(
-                CollectorClient(config, on_progress=progress.update, for_training=False)
+                CollectorClient(
+                    config,
+                    on_progress=progress.update,
+                    for_training=False,
+                    awaits_weights=config.model.lora.path is not None,
+                )
             ) as source,
         ):
             source.launch()

@@ -12,8 +12,8 @@ from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.config.scorers import DistillationConfig
 from bapo_megatron.config.section import with_values
 from bapo_megatron.data.dump import decode_batch
-from bapo_megatron.engine.base import START_VERSION
 from bapo_megatron.engine.load import load_kind
+from bapo_megatron.policy.adapters import with_adapter
 from bapo_megatron.policy.hf_config import check_routers, read_hf_config_file
 from bapo_megatron.rollout.client import CollectorClient
 from bapo_megatron.telemetry.console import PhaseTimer, ProgressLine
@@ -28,14 +28,14 @@ def command(
     overrides: OverridesArgument = None,
     steps: Annotated[int, typer.Option(min=1, help="Batches to generate.")] = 1,
 ) -> None:
-    """Generate batches with model.path and the training prompts, without a trainer."""
+    """Generate batches with the model and the training prompts, without a trainer."""
     run_config = load(config, overrides)
     generate_batches(run_config, steps)
     typer.echo(f"the metrics of each batch are in {run_config.run_dir / 'metrics.jsonl'}")
 
 
 def generate_batches(config: RunConfig, steps: int) -> None:
-    """Generate ``steps`` batches (at least one) with the weights in ``config.model.path``.
+    """Generate ``steps`` batches (at least one) with the weights of ``config.model``.
 
     Starts servers unless ``rollout.servers`` names some. Each batch is dumped (``rollout.dump``)
     before the next one begins, and its metrics are shown and written as in training.
@@ -45,6 +45,7 @@ def generate_batches(config: RunConfig, steps: int) -> None:
         RolloutError: Generation failed; earlier batches are kept.
     """
     check_generate_config(config)
+    config = with_adapter(config)
     if config.algorithm.router_replay != "none":
         ignored = config.model.ignored_config_fields
         hf = read_hf_config_file(config.model.path / "config.json", ignored)
@@ -69,7 +70,13 @@ def generate_batches(config: RunConfig, steps: int) -> None:
         timer = PhaseTimer()
         with (
             ProgressLine() as progress,
-            closing(CollectorClient(config, on_progress=progress.update)) as source,
+            closing(
+                CollectorClient(
+                    config,
+                    on_progress=progress.update,
+                    awaits_weights=config.model.lora.path is not None,
+                )
+            ) as source,
             closing(
                 MetricsSinks(
                     config.run_dir, config.name, config.log, first_step=1, total_steps=steps
@@ -83,6 +90,6 @@ def generate_batches(config: RunConfig, steps: int) -> None:
             for step in range(1, steps + 1):
                 with timer.phase("rollout"):
                     while (encoded := source.collect(step)) is None:  # every server had to restart
-                        source.sync_weights(config.model.path, START_VERSION)
+                        source.load_weights()
                 values = batch_metrics(decode_batch(encoded), timer.end_step())
                 sinks.write(StepMetrics(step, values))

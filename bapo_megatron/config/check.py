@@ -124,18 +124,20 @@ def check_eval_config(config: RunConfig) -> None:
         raise ConfigError(
             "eval.sets: needs at least one set, got none; set eval.sets=[{path: FILE}]"
         )
-    _refuse_adapter(config)
+    _check_adapter_alone(config)
     _check_eval_positions(config, _count(check_model_dir(config.model.path), POSITIONS))
     _check_eval(config)
 
 
-def _refuse_adapter(config: RunConfig) -> None:
-    """Engines load ``model.path`` alone."""
-    if config.model.lora.path is not None:
+def _check_adapter_alone(config: RunConfig) -> None:
+    """Check that engines may load ``model.lora.path``, which no trainer merges."""
+    path, bits = config.model.lora.path, config.rollout.local.sampling_bits
+    if path is not None and (bits or config.rollout.weight_sync.adapters == "merged"):
+        other = f"local.sampling_bits: {bits}" if bits else "weight_sync.adapters: merged"
         raise ConfigError(
-            f"model.lora.path: must be left out without training, got "
-            f"'{config.model.lora.path}', which engines do not load; set model.path to merged "
-            "weights, such as the hf/ of the run that wrote it, and model.lora.path=null"
+            f"model.lora.path: must be left out without training with rollout.{other}, got "
+            f"'{path}'; set model.path to merged weights, such as the hf/ of the run that wrote "
+            "it, and model.lora.path=null"
         )
 
 
@@ -146,7 +148,7 @@ def check_generate_config(config: RunConfig) -> None:
             f"replay: must be left out for generate, got '{config.replay.dumps}': these samples "
             "exist already; set replay.dumps=null"
         )
-    _refuse_adapter(config)
+    _check_adapter_alone(config)
     limit = _count(check_model_dir(config.model.path), POSITIONS)
     _check_positions(config, "rollout", config.rollout.max_response_tokens, limit)
     _check_generation(config)

@@ -137,16 +137,16 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
-def fingerprint(model_dir: Path) -> str:
-    """Hash a model so that others differ, in milliseconds for any size.
+def fingerprint(model_dir: Path, config_name: str = "config.json") -> str:
+    """Hash a model, or an adapter, so that others differ, in milliseconds for any size.
 
-    The hash covers config.json and, of each weight file, its name, its size and 64 evenly spread
-    pieces of 16 KiB. Training changes nearly every number, so that two steps of a run differ.
+    The hash covers its configuration and, of each weight file, its name, its size and 64 evenly
+    spread pieces of 16 KiB. Training changes nearly every number, so two steps of a run differ.
 
     Raises:
         OSError: A file cannot be read.
     """
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes())
+    digest = hashlib.sha256((model_dir / config_name).read_bytes())
     for path in sorted(model_dir.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         for piece in spread_pieces(path, _NUM_CHUNKS, _CHUNK_BYTES):

@@ -8,7 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
+from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.policy.architecture import HfConfig, Weight
+from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.mixers.base import Recurrence
 from bapo_megatron.policy.weight_table import hf_shapes, weight_table
 from bapo_megatron.runtime.calls import decode_json, shown_value
@@ -184,6 +186,21 @@ def check_adapter(directory: Path, config: LoraConfig, hf: HfConfig) -> None:
                 f"model.lora.{key}: must be {expected:g}, that of '{directory}', got {actual:g}; "
                 "set it to that, or choose another model.lora.path"
             )
+
+
+def with_adapter(config: RunConfig) -> RunConfig:
+    """Let engines without a trainer load ``model.lora.path``, if there is one, unmerged.
+
+    Raises:
+        ValueError: The adapter is not of this model, rank and alpha; key, rule, value and remedy.
+        OSError: The model's config.json cannot be read.
+    """
+    model = config.model
+    if model.lora.path is None:
+        return config
+    hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
+    check_adapter(model.lora.path, model.lora, hf)
+    return config.with_unmerged_adapter()
 
 
 def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:

@@ -162,10 +162,15 @@ class CollectorClient:
         return wait
 
     def ensure_weights(self) -> None:
-        """Load ``model.path`` into servers whose weights are unknown."""
+        """Load the model's weights into servers whose weights are unknown."""
         self.wait_ready()
         if self._lacks_weights:
-            self.sync_weights(self._config.model.path, START_VERSION)
+            self.load_weights()
+
+    def load_weights(self) -> None:
+        """Load ``model.path``, or its adapter ``model.lora.path``, into every server."""
+        model = self._config.model
+        self.sync_weights(model.lora.path or model.path, START_VERSION)
 
     def evaluate(self, step: int, *, resume: bool = False) -> list[EvalResult] | None:
         """See ``RolloutSource``; samples are kept in ``<run_dir>/eval``, named by step."""
@@ -182,11 +187,11 @@ class CollectorClient:
         return messages.Evaluate(moment=moment, weights=weights, resume=resume)
 
     def evaluate_model(self, weights: str, *, resume: bool) -> list[EvalResult]:
-        """Score every evaluation set with ``model.path``, which ``weights`` names."""
+        """Score every evaluation set with the model's weights, which ``weights`` names."""
         self.ensure_weights()
         request = messages.Evaluate(moment="", weights=weights, resume=resume)
         while (results := self._call(messages.EVALUATE, request)) is None:
-            self.sync_weights(self._config.model.path, START_VERSION)
+            self.load_weights()
         return results
 
     def save(self, path: Path) -> Callable[[], None]:

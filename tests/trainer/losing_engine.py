@@ -1,12 +1,14 @@
-"""Local engines with faults in their weight syncs."""
+"""Engines with faults in their weight syncs."""
 
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 from bapo_megatron.config.schema import RunConfig
 from bapo_megatron.engine.base import Backend
 from bapo_megatron.engine.local.kind import LocalKind
+from bapo_megatron.engine.sglang.kind import SglangKind
 
 
 def lose(change: Callable[[], None], version: int | None) -> Callable[[], None]:
@@ -50,3 +52,27 @@ class KillingKind(LosingKind):
     """The engine ``local``, whose trainer is killed while the weights of the second step come."""
 
     fault = staticmethod(kill_trainer)
+
+
+class KillingSglangKind(SglangKind):
+    """Servers; the trainer is killed once one has loaded its second adapter beside the first."""
+
+    def open(self, config: RunConfig, device: str, *, awaits_weights: bool) -> Backend:
+        from bapo_megatron.engine.sglang.client import SglangClient
+        from bapo_megatron.engine.sglang.server import SglangBackend
+
+        class KillingBackend(SglangBackend):
+            async def connect(self, address: str) -> SglangClient:
+                client = await super().connect(address)
+                ask = client.ask
+
+                async def ask_and_kill(path: str, *arguments: Any, **options: Any) -> Any:
+                    answer = await ask(path, *arguments, **options)
+                    if path.startswith("/load_lora_adapter") and len(answer) > 1:
+                        os.kill(os.getppid(), signal.SIGKILL)
+                    return answer
+
+                client.ask = ask_and_kill
+                return client
+
+        return KillingBackend(config, device, awaits_weights=awaits_weights)

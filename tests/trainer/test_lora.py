@@ -1,16 +1,22 @@
 """Runs that train adapters: they continue, the base is the reference, lost weights are noticed."""
 
+import asyncio
 import json
 import shutil
+import signal
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bapo_megatron.config.load import load_config
+from bapo_megatron.data.dump import read_batch
+from bapo_megatron.engine.sglang.server import SglangServer
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.engine.helpers import make_model_dir
-from tests.engine.sglang.servers import SERVER
+from tests.engine.sglang.servers import KEYS, SERVER, connected, environment_of, running
 from tests.launch import run
 from tests.tolerances import assert_within, sum_bound
 from tests.trainer.runs import (
@@ -98,7 +104,9 @@ def test_a_run_that_is_killed_while_its_engine_takes_an_adapter_equals_another_o
 
 @pytest.mark.exhaustive
 @pytest.mark.sglang
-def test_a_server_samples_with_adapters_as_the_trainer_computes(tmp_path: Path) -> None:
+def test_servers_sample_with_adapters_as_the_trainer_computes_after_it_was_killed_in_a_switch(
+    tmp_path: Path,
+) -> None:
     model = make_model_dir(tmp_path / "model", intermediate_size=64)  # SGLang's CPU pads others
     sync = {"adapters": "adapter", "method": "tensor", "verify": "every"}
     config = write_run(
@@ -109,12 +117,75 @@ def test_a_server_samples_with_adapters_as_the_trainer_computes(tmp_path: Path) 
         optimizer={"lr": 1e-2},
         train={"steps": 3},
         eval={"sets": []},
+        checkpoint={"every_steps": 1},
     )
-    rows = train(config, tmp_path / "run")
-    assert [row["weight_sync/bytes"] for row in rows] == [16384.0] * 3
-    for row in (rows[0], rows[-1]):
-        assert row["weight_sync/logprob_difference"] < 1e-5
-        assert row["mismatch/logprob_abs_max"] < 1e-5
+    arguments = [str(config), f"run_dir={tmp_path / 'run'}"]
+    settings = load_config(config, [f"run_dir={tmp_path / 'server'}"])
+    server = SglangServer(settings, "cpu", KEYS, awaits_weights=True)
+    environment = environment_of(KEYS)
+    with running(server):
+        servers = f"rollout.servers=['{server.address}']"
+        engine = "rollout.engine=tests.trainer.losing_engine:KillingSglangKind"
+        killed = run(["train", *arguments, servers, engine], environment=environment)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        rows = train(config, tmp_path / "run", servers, "--resume", environment=environment)
+        assert [row["weight_sync/bytes"] for row in rows] == [16384.0] * 3
+        assert all(row["weight_sync/logprob_difference"] < 1e-5 for row in rows)
+        # Of batches that only the weights before their step sampled.
+        mismatches = [row.get("mismatch/logprob_abs_max") for row in rows]
+        assert mismatches[0] is not None
+        assert all(mismatch is None or mismatch < 1e-5 for mismatch in mismatches)
+        sums = write_sums(tmp_path)
+        adapter = f"model.lora.path={tmp_path / 'run' / 'adapter'}"
+        evaluated = run(
+            ["eval", str(config), f"run_dir={tmp_path / 'eval'}", servers, sums, adapter],
+            environment=environment,
+        )
+        assert evaluated.returncode == 0, evaluated.stderr
+        names = asyncio.run(adapters_on(server))
+    assert [name.split("_")[:2] for name in names] == [["version", "0"]]
+
+
+async def adapters_on(server: SglangServer) -> list[str]:
+    async with connected(server.address, KEYS) as client:
+        models = await client.ask("/v1/models", itemgetter("data"))
+    return [model["id"] for model in models[1:]]
+
+
+def write_sums(directory: Path) -> str:
+    """Write an evaluation set; returns the override that names it."""
+    path = directory / "sums.jsonl"
+    path.write_text("".join(f'{{"prompt": "{n}+1=?", "answer": "{n + 1}"}}\n' for n in range(4)))
+    return f"eval={{sets: [{{path: {path}}}], samples_per_prompt: 4, max_response_tokens: 9}}"
+
+
+@pytest.mark.exhaustive
+def test_an_adapter_is_evaluated_and_samples_as_the_merged_model(
+    config: Path, finished: Path, tmp_path: Path
+) -> None:
+    sums, samples = write_sums(tmp_path), []
+    adapter = [f"model.lora.path={finished / 'adapter'}"]
+    merged = ["model.lora={}", f"model.path={finished / 'hf'}"]
+    for name, model in (("adapter", adapter), ("merged", merged)):
+        run_dir = tmp_path / name
+        result = run(["eval", str(config), f"run_dir={run_dir}", sums, *model])
+        assert result.returncode == 0, result.stderr
+        lines = (run_dir / "eval" / "sums.jsonl").read_text().splitlines()
+        found = sorted(map(json.loads, lines), key=itemgetter("prompt_id", "index"))
+        samples.append([sample["response"] for sample in found])
+        generated = run(["generate", str(config), f"run_dir={run_dir}_generated", *model])
+        assert generated.returncode == 0, generated.stderr
+    assert samples[0] == samples[1]
+    tokens = [
+        read_batch(dump).samples for dump in sorted(tmp_path.glob("*_generated/rollouts/*.parquet"))
+    ]
+    for sample, other in zip(*tokens, strict=True):
+        assert (sample.response_token_ids == other.response_token_ids).all()
+        assert (sample.behaviour_logprobs == other.behaviour_logprobs).all()
+    _, line = refusal(["eval", str(config), sums, *adapter, "rollout.weight_sync.adapters=merged"])
+    assert line.startswith("model.lora.path: must be left out without training with rollout."), line
+    _, line = refusal(["generate", str(config), *adapter, "model.lora.alpha=9"])
+    assert line.startswith("model.lora.alpha: must be 8, that of '"), line
 
 
 Row = dict[str, float]

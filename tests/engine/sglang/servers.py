@@ -78,11 +78,15 @@ def running(server: SglangServer) -> Iterator[SglangServer]:
         server.close()
 
 
+def environment_of(keys: ApiKeys) -> dict[str, str]:
+    """The environment of a run that may use servers with these keys."""
+    return {API_KEY_VARIABLE: keys.api_key, ADMIN_API_KEY_VARIABLE: keys.admin_api_key}
+
+
 @contextlib.contextmanager
 def lent(server: SglangServer, model_dir: Path) -> Iterator[dict[str, str]]:
     """The environment of a run that may use a server; it gets the weights of its model back."""
-    keys = server.keys
-    yield {API_KEY_VARIABLE: keys.api_key, ADMIN_API_KEY_VARIABLE: keys.admin_api_key}
+    yield environment_of(server.keys)
     asyncio.run(restore_weights(server, model_dir))
 
 
