@@ -213,6 +213,12 @@ class AlgorithmConfig(_WithOptions):
                 "kl.where must be loss with advantage: distill or objective: nll, got reward: "
                 "advantages do not count there, so the divergence would not; change one of them"
             )
+        adds_to_advantages = self.distillation.is_used and self.distillation.loss == "tokens"
+        if self.objective == "nll" and adds_to_advantages:
+            raise ValueError(
+                "distillation.loss must not be tokens with objective: nll, which has no "
+                "advantages to add to; choose another loss, or set distillation.coefficient to 0"
+            )
         if self.router_replay == "behaviour" and self.behaviour != "recomputed":
             raise ValueError(
                 "behaviour must be recomputed with router_replay: behaviour, got "

@@ -223,3 +223,5 @@ def test_a_divergence_in_a_reward_that_does_not_count_is_refused(folder):
     for ignoring in (overrides, ("algorithm.objective=nll", "algorithm.kl.where=reward")):
         message = error_of(folder / "base.yaml", *ignoring, "algorithm.kl.coefficient=0.1")
         assert "kl.where' must be loss with advantage: distill or objective: nll" in message
+    message = error_of(folder / "base.yaml", teacher, "algorithm.objective=nll")
+    assert "distillation.loss' must not be tokens with objective: nll" in message

@@ -210,6 +210,7 @@ def loaded(
     return by_rank(run_conversions, cases, deep_models, checkpoints, saved)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @in_every_case(CASES)
 def test_megatron_loads_a_converted_model_and_what_it_saves_becomes_what_it_exports(

@@ -106,7 +106,11 @@ SERVERS = {
 }
 
 
-@pytest.mark.parametrize("episodes", [EPISODES, AGENT], ids=["environment", "agent"])
+@pytest.mark.parametrize(
+    "episodes",
+    [pytest.param(EPISODES, marks=pytest.mark.exhaustive), AGENT],
+    ids=["environment", "agent"],
+)
 @pytest.mark.parametrize(
     "engine",
     [{}, pytest.param(SERVERS, marks=[pytest.mark.sglang, pytest.mark.exhaustive])],

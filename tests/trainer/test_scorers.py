@@ -269,6 +269,7 @@ def test_a_coefficient_of_0_is_the_run_without_a_reference(
     assert not differing_weights(tmp_path / "measured", exported_weights(tmp_path / "without"))
 
 
+@pytest.mark.exhaustive
 def test_a_scored_dump_replays_without_the_models(
     tmp_path: Path, random_model: Path, other_model: Path
 ) -> None:
