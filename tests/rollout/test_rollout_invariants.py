@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bapo_megatron.config.rollout import EpisodesConfig, RolloutConfig
+from bapo_megatron.config.rollout import EpisodesConfig, ReplayConfig, RolloutConfig
 from bapo_megatron.data.staleness import token_versions
 from bapo_megatron.data.stream import PromptMixture
 from bapo_megatron.environment.base import EnvironmentFailedError, Step, Task, Turn
@@ -266,6 +266,7 @@ class RolloutMachine(RuleBasedStateMachine):
         new = [group for group in batch.groups if group.group_id not in self.trained]
         assert new
         assert len(replayed) == batch.stats.replayed_groups
+        assert len(replayed) <= ReplayConfig(**self.replay).share * GROUPS
         assert len(batch.groups) <= GROUPS
         assert len(batch.groups) % UPDATES == 0
         if self.config.tokens_per_step is None:
