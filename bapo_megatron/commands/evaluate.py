@@ -97,7 +97,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         f"{config.model.path.name} ({config.model.dtype}, files {fingerprint(config.model.path)})"
     )
     if (adapter := config.model.lora.path) is not None:
-        model += f" with {adapter} (files {fingerprint(adapter, ADAPTER_CONFIG_NAME)})"
+        model += f" with {adapter.name} (files {fingerprint(adapter, ADAPTER_CONFIG_NAME)})"
     with run_dir_locked(config.run_dir, "eval"):
         if not _announce(sets, config, model):
             results = run_async(_summarise_finished(sets, config, model))
