@@ -78,7 +78,7 @@ def test_weights_are_loaded_before_the_first_batch_and_into_servers_that_restart
         mock.call.ensure_weights(),
         mock.call.collect(1),
         mock.call.collect(2),
-        mock.call.sync_weights(run_config.model.path, 0),
+        mock.call.load_weights(),
         mock.call.collect(2),
         mock.call.close(),
     ]
