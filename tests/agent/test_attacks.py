@@ -6,10 +6,13 @@ Here a program is a child of its agent, in the agent's sandbox.
 import asyncio
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from bapo_megatron.agent.runner import AgentLostError, _GoneError, _Host
+from bapo_megatron.rollout.agents import Agents
+from bapo_megatron.types import Prompt
 from tests.agent.boxes import boxed
 from tests.agent.episodes import agent_config
 
@@ -191,7 +194,9 @@ def test_a_command_gets_the_answer_only_if_it_is_asked_for(
     agent: str, gets_answer: bool | None, has_answer: bool
 ) -> None:
     config = agent_config(agent=agent, agent_gets_answer=gets_answer)
-    assert config.agent_has_answer is has_answer
+    prompt = Prompt("p", (1,), answer="42", text="", row={"messages": []})
+    task = Agents(mock.Mock(), mock.Mock(), mock.Mock(), config, 0)._task(prompt, seed=0)
+    assert task.get("answer") == ("42" if has_answer else None)
 
 
 async def test_episodes_that_restart_alone_wait_for_a_worker_of_their_own() -> None:
