@@ -108,6 +108,20 @@ def test_targets_are_those_that_were_published() -> None:
     }
 
 
+def test_ranges_are_those_that_were_published() -> None:
+    ranges = {
+        name: [(side.start, side.max, side.step) for side in (bapo.lower, bapo.upper)]
+        for name in ("bp-math-7b-64k", "r1-4x-recipe")
+        for bapo in [CONFIGS[name].algorithm.bapo]
+    }
+    assert ranges == {
+        "bp-math-7b-64k": [(0.6, 0.9, 0.02), (1.2, 3.0, 0.05)],
+        "r1-4x-recipe": [(0.6, 0.8, 0.05), (1.2, 2.0, 0.05)],
+    }
+    assert CONFIGS["bp-math-7b-64k"].algorithm.bapo.order == "upper_first"
+    assert CONFIGS["r1-4x-recipe"].algorithm.bapo.order == "lower_first"
+
+
 @pytest.mark.parametrize(
     ("bapo", "control"),
     [
