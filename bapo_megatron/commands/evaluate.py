@@ -93,9 +93,8 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template)
     renderer = ChatRenderer(tokenizer, config.data, config.rollout)
     sets = load_sets(config, renderer)
-    model = (
-        f"{config.model.path.name} ({config.model.dtype}, files {fingerprint(config.model.path)})"
-    )
+    files = fingerprint(config.model.path)
+    model = f"{config.model.path.name} ({config.model.dtype}, files {files})"
     if (adapter := config.model.lora.path) is not None:
         model += f" with {adapter.name} (files {fingerprint(adapter, ADAPTER_CONFIG_NAME)})"
     with run_dir_locked(config.run_dir, "eval"):
@@ -106,12 +105,7 @@ def evaluate_model(config: RunConfig) -> list[EvalResult]:
         with (
             ProgressLine() as progress,
             closing(
-                CollectorClient(
-                    config,
-                    on_progress=progress.update,
-                    for_training=False,
-                    awaits_weights=config.model.lora.path is not None,
-                )
+                CollectorClient(config, on_progress=progress.update, for_training=False)
             ) as source,
         ):
             source.launch()

@@ -70,13 +70,7 @@ def generate_batches(config: RunConfig, steps: int) -> None:
         timer = PhaseTimer()
         with (
             ProgressLine() as progress,
-            closing(
-                CollectorClient(
-                    config,
-                    on_progress=progress.update,
-                    awaits_weights=config.model.lora.path is not None,
-                )
-            ) as source,
+            closing(CollectorClient(config, on_progress=progress.update)) as source,
             closing(
                 MetricsSinks(
                     config.run_dir, config.name, config.log, first_step=1, total_steps=steps

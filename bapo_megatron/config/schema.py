@@ -43,13 +43,7 @@ from bapo_megatron.config.scorers import (
     FrozenModelConfig,
     KlConfig,
 )
-from bapo_megatron.config.section import (
-    MAX_SECONDS,
-    AbsolutePath,
-    Section,
-    built_in_or_own,
-    with_values,
-)
+from bapo_megatron.config.section import MAX_SECONDS, AbsolutePath, Section, built_in_or_own
 
 
 class CorrectionConfig(Section):
@@ -432,11 +426,6 @@ class RunConfig(Section):
         """Return the configuration of engines whose choices no trainer replays."""
         algorithm = self.algorithm.model_copy(update={"router_replay": "none"})
         return self.model_copy(update={"algorithm": algorithm})
-
-    def with_unmerged_adapter(self) -> Self:
-        """Return the configuration of engines that load ``model.lora.path`` without a trainer."""
-        weight_sync = {"adapters": "adapter", "method": "disk", "in_flight": "abort"}
-        return with_values(self, rollout={"colocated": False, "weight_sync": weight_sync})
 
     @property
     def reference_is_base(self) -> bool:

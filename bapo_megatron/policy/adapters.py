@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bapo_megatron.config.load import ConfigError
 from bapo_megatron.config.megatron import LoraConfig
 from bapo_megatron.config.schema import RunConfig
+from bapo_megatron.config.section import with_values
 from bapo_megatron.policy.architecture import HfConfig, Weight
 from bapo_megatron.policy.hf_config import read_hf_config_file
 from bapo_megatron.policy.mixers.base import Recurrence
@@ -200,7 +201,8 @@ def with_adapter(config: RunConfig) -> RunConfig:
         return config
     hf = read_hf_config_file(model.path / "config.json", model.ignored_config_fields)
     check_adapter(model.lora.path, model.lora, hf)
-    return config.with_unmerged_adapter()
+    weight_sync = {"adapters": "adapter", "method": "disk", "in_flight": "abort"}
+    return with_values(config, rollout={"colocated": False, "weight_sync": weight_sync})
 
 
 def peft_fields(hf: HfConfig, config: LoraConfig, base: Path) -> dict[str, Any]:

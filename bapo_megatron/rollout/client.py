@@ -59,11 +59,13 @@ class CollectorClient:
     ) -> None:
         """Prepare; nothing is started.
 
-        With ``awaits_weights`` the run's servers read no weights: a weight sync comes first.
+        With ``awaits_weights``, or with ``model.lora.path``, a weight sync comes first: the run's
+        servers read no weights, or those of the base alone.
         Without ``for_training`` only evaluations run. ``stopped`` returns an error once the run is
         to stop: startup raises it, and ``collect`` and ``evaluate`` end at once.
         """
         self._config = config
+        awaits_weights = awaits_weights or config.model.lora.path is not None
         self._request = messages.Open(
             config=config, for_training=for_training, awaits_weights=awaits_weights
         )

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 import signal
-from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from bapo_megatron.config.load import load_config
 from bapo_megatron.data.dump import read_batch
 from bapo_megatron.engine.sglang.server import SglangServer
+from bapo_megatron.evaluation.samples import read_samples
 from bapo_megatron.telemetry.sinks import read_metrics
 from tests.engine.helpers import make_model_dir
-from tests.engine.sglang.servers import KEYS, SERVER, connected, environment_of, running
+from tests.engine.sglang.servers import KEYS, SERVER, adapter_versions, environment_of, running
 from tests.launch import run
 from tests.tolerances import assert_within, sum_bound
 from tests.trainer.runs import (
@@ -142,14 +142,7 @@ def test_servers_sample_with_adapters_as_the_trainer_computes_after_it_was_kille
             environment=environment,
         )
         assert evaluated.returncode == 0, evaluated.stderr
-        names = asyncio.run(adapters_on(server))
-    assert [name.split("_")[:2] for name in names] == [["version", "0"]]
-
-
-async def adapters_on(server: SglangServer) -> list[str]:
-    async with connected(server.address, KEYS) as client:
-        models = await client.ask("/v1/models", itemgetter("data"))
-    return [model["id"] for model in models[1:]]
+        assert asyncio.run(adapter_versions(server)) == ["0"]
 
 
 def write_sums(directory: Path) -> str:
@@ -170,9 +163,8 @@ def test_an_adapter_is_evaluated_and_samples_as_the_merged_model(
         run_dir = tmp_path / name
         result = run(["eval", str(config), f"run_dir={run_dir}", sums, *model])
         assert result.returncode == 0, result.stderr
-        lines = (run_dir / "eval" / "sums.jsonl").read_text().splitlines()
-        found = sorted(map(json.loads, lines), key=itemgetter("prompt_id", "index"))
-        samples.append([sample["response"] for sample in found])
+        groups = read_samples(run_dir / "eval" / "sums.jsonl")
+        samples.append({(s.prompt_id, s.index): s.response for group in groups for s in group})
         generated = run(["generate", str(config), f"run_dir={run_dir}_generated", *model])
         assert generated.returncode == 0, generated.stderr
     assert samples[0] == samples[1]

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ def lent(server: SglangServer, model_dir: Path) -> Iterator[dict[str, str]]:
     """The environment of a run that may use a server; it gets the weights of its model back."""
     yield environment_of(server.keys)
     asyncio.run(restore_weights(server, model_dir))
+
+
+async def adapter_versions(server: SglangServer) -> list[str]:
+    """The versions of the adapters that a server holds; asserts that their names say them."""
+    async with connected(server.address, server.keys) as client:
+        models = await client.ask("/v1/models", itemgetter("data"))
+    names = [model["id"].split("_")[:2] for model in models[1:]]
+    assert {kind for kind, _ in names} <= {"version"}
+    return [version for _, version in names]
 
 
 async def restore_weights(server: SglangServer, model_dir: Path) -> None:
